@@ -1,0 +1,27 @@
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint matrix bench failures clean
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt -e '.[demo,test]'
+	touch $@
+
+demo: .venv/.ready          ## train a small GPT under every plan and compare: a table and demo.png
+	$(BIN)/python examples/demo.py
+
+test: .venv/.ready lint     ## everything that must hold, under 15 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+lint: .venv/.ready          ## style and strict types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+matrix: .venv/.ready        ## the whole equality matrix: plan x world x optimizer x model x accumulation x clip
+	$(BIN)/python -m tests.conformance.matrix
+
+clean:
+	rm -rf .venv .dtorch demo.png .mypy_cache .ruff_cache

@@ -1,0 +1,163 @@
+"""Rewiring the user's objects in place: weights, random streams, optimizer steps, schedulers, recomputation."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.checkpoint import checkpoint
+
+from distributedtorch.core.comm import Comm
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.plan import Plan
+from distributedtorch.core.step import Member, Sync
+from distributedtorch.core.world import World
+from distributedtorch.launch import record
+
+
+def same_weights(model: nn.Module, comm: Comm) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        comm.broadcast(f"initial {name}", tensor)
+
+
+def own_randomness(rank: int) -> None:
+    """Let random layers draw other numbers on every rank; rank 0's stay as they were."""
+    if rank == 0:
+        return
+    seed = (torch.initial_seed() + rank * 0x9E3779B97F4A7C15) % (1 << 63)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % (1 << 32))
+
+
+def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: World, build: Callable[..., Any]) -> None:
+    """Attach a sync to an optimizer's parameters, and let `step` go through it."""
+    names = {id(p): name for model in models for name, p in model.named_parameters()}
+    mine = [p for group in given.param_groups for p in group["params"]]
+    trained = [p for p in mine if p.requires_grad]
+    trained.reverse()
+    number = str(len(world.loop.members))
+    sync: Sync = build(trained, [names[id(p)] for p in trained], given, world.comm, number)
+    member = world.loop.add(sync, plan.accumulate)
+    frozen = [(names[id(p)], p) for p in mine if not p.requires_grad]
+    _through(given, member, world, plan, frozen)
+    state_of = getattr(sync, "whole_state", None)
+    if state_of is not None:
+        _whole_state(given, state_of, sync.take_state)  # type: ignore[attr-defined]
+
+
+def _through(
+    given: Optimizer, member: Member, world: World, plan: Plan, frozen: list[tuple[str, nn.Parameter]]
+) -> None:
+    """Put the library's step before the optimizer's own, on this object only."""
+    original = given.step
+    loop, clip = world.loop, plan.clip
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._opt_called = True  # type: ignore[attr-defined]
+        if not member.touched_since_step and member.sync.assigned():
+            loop.exchange_assigned(member)
+        member.calls += 1
+        if not member.closing:
+            return loss
+        _refuse_thawed(frozen)
+        if clip is not None:
+            shown = [p for p in member.sync.params if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(shown, clip)
+        result = member.sync.update(original)
+        loop.stepped(member)
+        record.note(loop.steps)
+        return result if closure is None else loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    given.step = types.MethodType(step, given)  # type: ignore[method-assign]
+
+
+def _refuse_thawed(frozen: list[tuple[str, nn.Parameter]]) -> None:
+    for name, param in frozen:
+        if param.grad is not None:
+            raise UsageError(
+                explain(
+                    f"parameter {name!r} was frozen when dt.distribute was called and has a gradient now",
+                    "parameters that are to train have requires_grad=True at dt.distribute",
+                    "call dt.distribute with all of them trainable and freeze afterwards (requires_grad_(False))",
+                )
+            )
+
+
+def _whole_state(given: Optimizer, whole: Callable[[], Any], take: Callable[[], None]) -> None:
+    """`state_dict` and `load_state_dict` speak of whole tensors, as in one process."""
+    save, load = given.state_dict, given.load_state_dict
+
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        divided = self.state
+        self.state = whole()
+        try:
+            return save()
+        finally:
+            self.state = divided
+
+    def load_state_dict(self: Optimizer, state: dict[str, Any]) -> None:
+        load(state)
+        take()
+
+    given.state_dict = types.MethodType(state_dict, given)  # type: ignore[method-assign]
+    given.load_state_dict = types.MethodType(load_state_dict, given)  # type: ignore[method-assign]
+
+
+def scheduler(given: LRScheduler, world: World) -> None:
+    """A scheduler counts optimizer steps: inside a window of `accumulate` batches its `step` does nothing."""
+    member = next((m for m in world.loop.members if getattr(m.sync, "optimizer", None) is given.optimizer), None)
+    if member is None or member.accumulate == 1:
+        return
+    original = given.step
+    present = member
+
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        if present.calls == 0:
+            original(*args, **kwargs)
+
+    given.step = types.MethodType(step, given)  # type: ignore[method-assign]
+
+
+def recompute(models: list[nn.Module]) -> None:
+    """Compute activations of repeated blocks again in backward instead of keeping them."""
+    for model in models:
+        for block in _blocks(model):
+            block.forward = types.MethodType(_recomputed(block.forward), block)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def again(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return again
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules of one class repeated in a list: the layers of most networks; else the direct children."""
+    found: list[nn.Module] = []
+    for container in model.modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential)) and len(container) > 1:
+            kinds = Counter(type(child) for child in container)
+            found += [child for child in container if kinds[type(child)] > 1 and any(True for _ in child.parameters())]
+    outer = {id(m) for block in found for m in block.modules() if m is not block}
+    return [block for block in found if id(block) not in outer] or [
+        child for child in model.children() if any(True for _ in child.parameters())
+    ]

@@ -1,0 +1,1 @@
+"""Writing the state of a run and reading it back."""

@@ -1,0 +1,1 @@
+"""Words and contracts every part shares; knows torch only."""

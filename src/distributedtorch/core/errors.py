@@ -1,0 +1,36 @@
+"""The errors a user can meet: each says what was given, what is needed, and what to do."""
+
+from __future__ import annotations
+
+
+class DistributedTorchError(RuntimeError):
+    """Every error of this library."""
+
+
+class PlanError(DistributedTorchError, ValueError):
+    """A plan that cannot be read, or whose words contradict each other or the world."""
+
+
+class UsageError(DistributedTorchError, ValueError):
+    """A call or an object that cannot be distributed as given."""
+
+
+class LaunchError(DistributedTorchError):
+    """Processes could not be started, joined or matched."""
+
+
+class CheckpointError(DistributedTorchError):
+    """A saved file that cannot be written, read or matched to the model."""
+
+
+class DesyncError(DistributedTorchError):
+    """Ranks disagree about what to do next: another batch, another exchange, another line."""
+
+
+class PeerError(DistributedTorchError):
+    """Another rank ended or failed. Never the first cause: the supervisor looks further for that."""
+
+
+def explain(given: str, needed: str, do: str) -> str:
+    """One message in the library's three parts."""
+    return f"{given}\n  needed: {needed}\n  do: {do}"

@@ -1,0 +1,386 @@
+"""One training step, seen from outside the user's loop: which batch, which weight, when ranks exchange.
+
+`Loop` stands around every `backward()`. Before it, gradients are made ready for autograd to write; inside it, a hook
+per parameter hands finished gradients to the sync that keeps them; after it, one small control message per rank says
+which batch each rank was at and which parameters got a gradient, so that a rank that is elsewhere is named at once and
+a parameter unused on every rank stays without gradient.
+
+Weights. A rank's gradient counts as rows of this rank x world / rows of the global batch, so that the mean over ranks
+is the mean over the global batch. The weight is applied to the gradients of parameters (never to outputs: a generator
+feeding a discriminator, or a gradient penalty, would meet it twice).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from distributedtorch.core.comm import Comm
+from distributedtorch.core.errors import DesyncError, UsageError, explain
+from distributedtorch.core.loss import kept_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How many rows (or units) a loss is the mean of, here and everywhere."""
+
+    mine: float
+    everywhere: float
+    batch: int = -1
+    """Number of the global batch in the run; -1 when no loader told."""
+    last: bool = False
+    """Whether it is the last batch of its epoch."""
+
+
+class Sync(ABC):
+    """How the replicas of one optimizer's parameters agree. Final classes live in `sync/`."""
+
+    params: list[nn.Parameter]
+    names: list[str]
+    eager: bool = False
+    """Whether it exchanges at every backward, also inside a window of several batches."""
+    scale: float
+    """What the sum over ranks is multiplied by, set by the loop before the first `ready` of a backward."""
+
+    @abstractmethod
+    def begin(self, *, exchange: bool, hide: bool) -> None:
+        """Before a backward: leave `p.grad` so that autograd may write. `hide`: no gradient shown afterwards."""
+
+    @abstractmethod
+    def ready(self, index: int, *, again: bool) -> None:
+        """Autograd has finished parameter `index`'s gradient in this backward; `again`: not for the first time."""
+
+    @abstractmethod
+    def hold(self) -> None:
+        """Send nothing more before the end of this backward: gradients may come in several parts."""
+
+    @abstractmethod
+    def launch_rest(self) -> None:
+        """After a backward: begin the exchanges that wait for gradients that never came."""
+
+    @abstractmethod
+    def finish(self, used: Sequence[bool]) -> None:
+        """Complete the exchanges; `used[i]`: some rank has a gradient for parameter i."""
+
+    @abstractmethod
+    def assigned(self) -> bool:
+        """Whether some `p.grad` is a tensor the user put there."""
+
+    @abstractmethod
+    def update(self, step: Callable[[], Any]) -> Any:
+        """Run the optimizer's own `step` on what this rank owns, then make all ranks agree."""
+
+    @abstractmethod
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state on this rank now."""
+
+
+class Member:
+    """One sync in the loop, with what the loop keeps about it."""
+
+    def __init__(self, sync: Sync, accumulate: int) -> None:
+        self.sync = sync
+        self.accumulate = accumulate
+        self.touched = False
+        self.touched_since_step = False
+        self.seen = [False] * len(sync.params)
+        self.earlier = list(self.seen)
+        """Which parameters got a gradient in earlier batches of the present window."""
+        self.calls = 0
+        """Times the user called `step` in the present window."""
+        self.units: list[float] = []
+        """Rows (units) of each batch of the present window."""
+        self.weight = 1.0
+        self.closing = True
+        """Whether the present batch ends the window, so that `step` is to act."""
+        self.hooks: list[RemovableHandle] = []
+
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient in this window on this rank."""
+        if self.accumulate == 1:
+            return self.seen
+        return [a or b for a, b in zip(self.seen, self.earlier, strict=True)]
+
+
+class Loop:
+    """Stands around the user's `backward()` for all syncs of this process."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.kept: float | None = None
+        self.share = 1.0
+        """How much this rank's gradient counts in the present backward, 1 where all ranks have equal rows."""
+        self.present_units = 1.0
+        self._own_hooks = 0
+        self._handed: dict[int, tuple[int, Rows]] = {}
+        self.members: list[Member] = []
+        self.rows: Rows | None = None
+        self.explicit: Rows | None = None
+        """Set by `dt.weight`: the loss is weighted already, parameters must not be again."""
+        self.depth = 0
+        self.steps = 0
+        self.backwards = 0
+        self.observers: list[Callable[[Sequence[Tensor], Rows | None], None]] = []
+        """Called with the roots of every backward (verify listens here)."""
+        self.after_backward: list[Callable[[], None]] = []
+        """Called when a backward's gradients are in place."""
+        self.after_step: list[Callable[[Member], None]] = []
+        """Called when an optimizer has stepped and all ranks agree."""
+        self._original: Callable[..., None] | None = None
+
+    def arrived(self, source: int, rows: Rows) -> None:
+        """A loader hands out a batch."""
+        self.rows = rows
+        count, _ = self._handed.get(source, (0, rows))
+        self._handed[source] = (count + 1, rows)
+
+    def stepped(self, member: Member) -> None:
+        """An optimizer has stepped: its window is over."""
+        self.steps += 1
+        member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
+        for observe in self.after_step:
+            observe(member)
+        member.seen = member.earlier = [False] * len(member.seen)
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has no rows of its own in the present batch."""
+        return self.rows is not None and self.rows.mine == 0
+
+    # Attaching.
+
+    def add(self, sync: Sync, accumulate: int) -> Member:
+        """Take a sync in: hook its parameters."""
+        member = Member(sync, accumulate)
+        self.members.append(member)
+        for index, param in enumerate(sync.params):
+            member.hooks.append(param.register_post_accumulate_grad_hook(self._hook(member, index)))
+        if self._original is None:
+            self._original = torch.autograd.backward
+            torch.autograd.backward = self._around(self._original)
+        return member
+
+    def close(self) -> None:
+        """Let go of everything: no hook is left, `backward` is torch's own again."""
+        for member in self.members:
+            for hook in member.hooks:
+                hook.remove()
+        self.members, self.rows, self.explicit, self._own_hooks = [], None, None, 0
+        if self._original is not None:
+            torch.autograd.backward, self._original = self._original, None
+
+    def _hook(self, member: Member, index: int) -> Callable[[Tensor], None]:
+        name = member.sync.names[index]
+
+        def hook(param: Tensor) -> None:
+            if self.depth == 0:
+                raise UsageError(_unseen_backward(name))
+            foreign = len(param._backward_hooks or ()) - self._own_hooks
+            if foreign > 0 and self.comm.world > 1:
+                raise UsageError(_hooked(name))
+            if not member.touched:
+                self._touch(member)
+            again = member.seen[index]
+            member.seen[index] = True
+            member.sync.ready(index, again=again)
+
+        return hook
+
+    def _weigh_parameters(self) -> None:
+        """Install, once, the hooks that multiply gradients by the weight before they are accumulated."""
+        if self._own_hooks:
+            return
+        self._own_hooks = 1
+
+        for member in self.members:
+            weigh = _weigher(member)
+            for param in member.sync.params:
+                member.hooks.append(param.register_hook(weigh))
+
+    # Around a backward.
+
+    def _around(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self.depth:
+                for member in self.members:
+                    member.sync.hold()
+                self.depth += 1
+                try:
+                    return original(tensors, *args, **kwargs)
+                finally:
+                    self.depth -= 1
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self._begin(roots)
+            self.depth = 1
+            try:
+                original(tensors, *args, **kwargs)
+            finally:
+                self.depth = 0
+            self._end()
+            return None
+
+        return backward
+
+    def _begin(self, roots: Sequence[Tensor]) -> None:
+        self.backwards += 1
+        rows = self.explicit or self.rows
+        self._one_share()
+        self.kept = None if self.explicit else kept_units(roots, self.comm.world)
+        for observe in self.observers:
+            observe(roots, rows)
+        share = 1.0 if rows is None or self.explicit else rows.mine * self.comm.world / rows.everywhere
+        self.share = share
+        self.present_units = rows.everywhere if rows else 1.0
+        for member in self.members:
+            member.touched = False
+            member.earlier = member.used()
+            member.seen = [False] * len(member.seen)
+            member.closing = member.calls + 1 >= member.accumulate or bool(rows and rows.last)
+            member.weight = share * self.present_units / member.units[0] if member.units else share
+            member.sync.begin(exchange=member.closing, hide=not member.closing)
+        if any(member.weight != 1.0 for member in self.members):
+            self._weigh_parameters()
+
+    def _one_share(self) -> None:
+        """Refuse a loss over batches of two loaders whose rows are divided differently."""
+        handed, self._handed = self._handed, {}
+        together = [rows for count, rows in handed.values() if count == 1]
+        shares = {rows.mine / rows.everywhere for rows in together}
+        if self.explicit is None and len(together) > 1 and len(shares) > 1:
+            said = " and ".join(f"{rows.mine:g} of {rows.everywhere:g} rows" for rows in together)
+            raise UsageError(
+                explain(
+                    f"one loss over batches of {len(together)} loaders of which this rank has {said}",
+                    "one share per loss, to weigh it exactly",
+                    "use batch sizes that the number of workers divides and drop_last=True, or dt.weight each loss",
+                )
+            )
+
+    def _touch(self, member: Member) -> None:
+        """The first gradient of this backward for this member: its window grows by the present batch."""
+        member.touched = member.touched_since_step = True
+        if member.accumulate > 1 and len(member.units) <= member.calls:
+            member.units.append(self.present_units)
+        window = member.units[0] / sum(member.units) if member.units else 1.0
+        member.sync.scale = window / self.comm.world
+
+    def _end(self) -> None:
+        exchanging = [m for m in self.members if m.closing or m.sync.eager]
+        if any(m.touched for m in exchanging):
+            self._exchange(exchanging)
+        for member in self.members:
+            if member.touched and member not in exchanging:
+                member.sync.finish(member.used())
+        self.explicit = None
+
+    def exchange_assigned(self, member: Member) -> None:
+        """Gradients the user computed without `backward` (autograd.grad) and put into `p.grad`: exchange them now."""
+        grads = [param.grad for param in member.sync.params]
+        for param in member.sync.params:
+            param.grad = None
+        self._begin([])
+        for index, (param, grad) in enumerate(zip(member.sync.params, grads, strict=True)):
+            if grad is not None:
+                param.grad = grad if member.weight == 1.0 else grad * member.weight
+                if not member.touched:
+                    self._touch(member)
+                member.seen[index] = True
+                member.sync.ready(index, again=False)
+        self._end()
+
+    def _exchange(self, members: list[Member]) -> None:
+        """Finish what hooks began: control message, the buckets left over, the gradients in place."""
+        control = self.comm.exchange_begin("control", self._control(members)) if self.comm.world > 1 else None
+        for member in members:
+            if member.touched:
+                member.sync.launch_rest()
+        used, touched = [m.used() for m in members], [m.touched for m in members]
+        if control is not None:
+            used, touched = self._agree(members, control())
+        for member, any_touched in zip(members, touched, strict=True):
+            if any_touched and not member.touched:
+                self._touch(member)
+                member.sync.launch_rest()
+        for member, flags in zip(members, used, strict=True):
+            if member.touched:
+                member.sync.finish(flags)
+
+    def _control(self, members: list[Member]) -> Tensor:
+        rows = self.explicit or self.rows
+        head = [
+            float(rows.batch if rows else -1),
+            float(self.steps),
+            rows.mine if rows else 1.0,
+            -1.0 if self.kept is None else self.kept,
+        ]
+        flags = [float(flag) for member in members for flag in (member.touched, *member.used())]
+        return torch.tensor(head + flags, dtype=torch.float64)
+
+    def _agree(self, members: list[Member], rows: Tensor) -> tuple[list[list[bool]], list[bool]]:
+        self._same_batch(rows[:, :2].tolist())
+        self._same_units(rows[:, 2:4].tolist())
+        any_rank = rows[:, 4:].amax(dim=0).tolist()
+        used, touched, at = [], [], 0
+        for member in members:
+            count = len(member.seen)
+            touched.append(bool(any_rank[at]))
+            used.append([bool(flag) for flag in any_rank[at + 1 : at + 1 + count]])
+            at += 1 + count
+        return used, touched
+
+    def _same_batch(self, heads: list[list[float]]) -> None:
+        if all(head == heads[0] for head in heads):
+            return
+        said = ", ".join(f"rank {k}: batch {int(b)}, after step {int(s)}" for k, (b, s) in enumerate(heads))
+        raise DesyncError(
+            explain(
+                f"the ranks are not at the same batch: {said}",
+                "every rank takes every batch and every step",
+                "look for a `continue`, a `break` or a swallowed exception that only some ranks meet",
+            )
+        )
+
+    def _same_units(self, heads: list[list[float]]) -> None:
+        """Refuse a mean over units (tokens) that rows do not tell: uneven ignored targets or class weights."""
+        ratios = [kept / mine for mine, kept in heads if kept >= 0 and mine > 0]
+        if not ratios or max(ratios) - min(ratios) <= 1e-9 * max(ratios):
+            return
+        said = ", ".join(f"rank {k}: {kept:g} in {mine:g} rows" for k, (mine, kept) in enumerate(heads))
+        raise UsageError(
+            explain(
+                f"the loss is a mean over targets that count unevenly ({said}): ignored targets or class weights",
+                "the number of units each rank's mean is over, so that the global mean is exact",
+                "loss = dt.weight(loss, n) before backward, n = this rank's number of targets that count",
+            )
+        )
+
+
+def _weigher(member: Member) -> Callable[[Tensor], Tensor | None]:
+    def weigh(grad: Tensor) -> Tensor | None:
+        if member.weight == 1.0:
+            return None
+        return grad * member.weight if member.weight else torch.zeros_like(grad)
+
+    return weigh
+
+
+def _unseen_backward(name: str) -> str:
+    return explain(
+        f"a backward reached {name!r} that was not started by Tensor.backward or torch.autograd.backward",
+        "backward passes the library can stand around",
+        "call loss.backward(), or import distributedtorch before `from torch.autograd import backward`",
+    )
+
+
+def _hooked(name: str) -> str:
+    return explain(
+        f"parameter {name!r} has a gradient hook (Tensor.register_hook)",
+        "no hook on parameters: with several ranks it would see this rank's gradient, not the global one",
+        "edit p.grad between backward() and step(), where it is the global gradient",
+    )

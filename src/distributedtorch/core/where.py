@@ -1,0 +1,58 @@
+"""Where the user's own code is: the line to name in a message, past the library, torch and the standard library."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_FOREIGN = (
+    str(Path(__file__).resolve().parents[1]) + os.sep,
+    *(sysconfig.get_paths()[kind] + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<frozen",
+)
+
+
+def is_users(filename: str) -> bool:
+    """Whether a source file is the user's own, not the library's, an installed package's or Python's."""
+    return not filename.startswith(_FOREIGN) and not any(part in filename for part in _INSTALLED)
+
+
+def of_frame(frame: FrameType | None) -> str:
+    """The innermost line of the user's own code at or above `frame`: "train.py:41 in load()"."""
+    places = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(frame)]
+    return _innermost(places)
+
+
+def of_traceback(trace: TracebackType | None) -> str:
+    """The innermost line of the user's own code in a traceback."""
+    places = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(trace)]
+    return _innermost(places[::-1])
+
+
+def of_main_thread() -> str:
+    """The line of the user's own code the main thread is at now; callable from any thread."""
+    return of_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def _innermost(places: list[tuple[str, int, str]]) -> str:
+    """`places` innermost first. Falls back to the innermost line of all where none is the user's."""
+    own = [place for place in places if is_users(place[0])] or places
+    if not own:
+        return ""
+    filename, line, function = own[0]
+    inside = "" if function.startswith("<") else f" in {function}()"
+    return f"{_short(filename)}:{line}{inside}"
+
+
+def _short(filename: str) -> str:
+    """Relative where it lies under the working folder, else as it is."""
+    try:
+        return str(Path(filename).resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return filename

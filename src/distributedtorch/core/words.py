@@ -1,0 +1,383 @@
+"""The words of a plan: how one is written, which exist, and what each states about itself.
+
+A word is `name`, `name=value` or `name(arg, ...)`; `read` turns text into words and points at the column where it
+cannot. `WORDS` is the whole vocabulary as data, one row each; the order of its rows is the order of canonical text.
+What a part states about itself are its `Traits`: contradictions between words are found from these alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, NamedTuple, NoReturn
+
+from distributedtorch.core.errors import PlanError, explain
+
+Kind = Literal["sync", "precision", "number", "memory", "split", "wire", "auto"]
+Form = Literal["bare", "number", "args"]
+Owns = Literal["whole", "flat", "split", "none"]
+Places = Literal["rank", "host", "device"]
+
+EXCLUSIVE: frozenset[Kind] = frozenset({"sync", "precision", "wire"})
+"""Kinds of which a plan has at most one word."""
+ALIASES = {"zero": "zero3"}
+"""Short names and the words they stand for."""
+LARGEST = 1e30
+"""Numbers in a plan are smaller than this: beyond it, text and number no longer agree."""
+DEEPEST = 8
+"""Brackets nest no further than this."""
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+TOKEN = re.compile(
+    r"(?P<number>[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
+    r"|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<mark>[=(),])"
+)
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word of a plan, or the name inside one (`topk(0.01)` in `wire=topk(0.01)`)."""
+
+    name: str
+    """Letters, digits and underscores, not starting with a digit."""
+    _: KW_ONLY
+    value: Value | None = None
+    """What stands after `=`; None without one."""
+    args: tuple[Arg, ...] = ()
+    """What stands in brackets; a word has a value or arguments, not both."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no text, so that every word can be written and read again."""
+        if not NAME.fullmatch(self.name):
+            given = f"a word named {self.name!r}"
+            raise PlanError(explain(given, "letters, digits and underscores", "give a name such as 'ddp'"))
+        if self.value is not None and self.args:
+            given = f"the word {self.name!r} with two values"
+            raise PlanError(explain(given, "`name=value` or `name(arg, ...)`", "give a value or arguments, not both"))
+        if self.value is not None:
+            _require_value(self.name, self.value)
+
+    def __str__(self) -> str:
+        """The word as text that reads back as the same word."""
+        if self.value is not None:
+            return f"{self.name}={self.value}"
+        return f"{self.name}({','.join(map(str, self.args))})" if self.args else self.name
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument in a word's brackets."""
+
+    value: Value
+    """A number, or a name with or without brackets of its own."""
+    key: str | None = None
+    """What stands before `=`; None for an argument told by its position."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no text."""
+        if self.key is not None and not NAME.fullmatch(self.key):
+            given = f"an argument named {self.key!r}"
+            raise PlanError(explain(given, "letters, digits and underscores", "give a name such as 'every'"))
+        _require_value(self.key or "an argument", self.value)
+
+    def __str__(self) -> str:
+        """The argument as text."""
+        return str(self.value) if self.key is None else f"{self.key}={self.value}"
+
+
+Value = int | float | Word
+
+
+def _require_value(name: str, value: object) -> None:
+    """Refuse what the grammar's rule for values cannot write."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+    if not number and not (isinstance(value, Word) and value.value is None):
+        needed = f"a number below {LARGEST:g}, or a Word without a value of its own"
+        raise PlanError(explain(f"{value!r} as the value of {name}", needed, "give such a value"))
+
+
+class Token(NamedTuple):
+    """A piece of text: its kind (`number`, `name`, `mark`, `end`), itself, and where it starts."""
+
+    kind: str
+    text: str
+    column: int
+
+
+def read(text: str) -> tuple[Word, ...]:
+    """The words of a plan's text.
+
+    Raises:
+        PlanError: The text does not follow the grammar; the message points at the column.
+    """
+    return _Reader(re.sub(r"\s", " ", text)).plan()
+
+
+class _Reader:
+    """Recursive descent over the grammar: one method per rule."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.next = self._token(0)
+
+    def plan(self) -> tuple[Word, ...]:
+        words = [self._word()]
+        while self._take(","):
+            words.append(self._word())
+        if self.next.kind != "end":
+            self._fail('"," and another word, or the end')
+        return tuple(words)
+
+    def _word(self) -> Word:
+        name = self._name("a word")
+        if self._take("="):
+            return Word(name, value=self._value(depth=0))
+        return Word(name, args=self._args(depth=1))
+
+    def _value(self, depth: int) -> Value:
+        if self.next.kind == "number":
+            return self._number()
+        return Word(self._name("a number or a name"), args=self._args(depth + 1))
+
+    def _args(self, depth: int) -> tuple[Arg, ...]:
+        if self.next.text == "(" and depth > DEEPEST:
+            self._fail(f"brackets nested at most {DEEPEST} deep")
+        if not self._take("("):
+            return ()
+        args = [self._arg(depth)]
+        while self._take(","):
+            args.append(self._arg(depth))
+        if not self._take(")"):
+            self._fail('"," and another argument, or ")"')
+        return tuple(args)
+
+    def _arg(self, depth: int) -> Arg:
+        value = self._value(depth)
+        if isinstance(value, Word) and not value.args and self._take("="):
+            return Arg(self._value(depth), key=value.name)
+        return Arg(value)
+
+    def _name(self, expected: str) -> str:
+        if self.next.kind != "name":
+            self._fail(expected)
+        return self._advance().text
+
+    def _number(self) -> int | float:
+        text = self.next.text
+        if len(text) > 40 or abs(float(text)) >= LARGEST:
+            self._fail(f"a number below {LARGEST:g} in at most 40 characters")
+        self._advance()
+        return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else float(text)
+
+    def _take(self, mark: str) -> bool:
+        found = self.next.text == mark
+        if found:
+            self._advance()
+        return found
+
+    def _advance(self) -> Token:
+        token = self.next
+        self.next = self._token(token.column + len(token.text))
+        return token
+
+    def _token(self, start: int) -> Token:
+        column = len(self.text) - len(self.text[start:].lstrip(" "))
+        if column == len(self.text):
+            return Token("end", "", column)
+        match = TOKEN.match(self.text, column)
+        return Token(match.lastgroup or "", match[0], column) if match else Token("unknown", self.text[column], column)
+
+    def _fail(self, expected: str) -> NoReturn:
+        found = f'"{self.next.text}"' if self.next.text else "the end"
+        pointer = f"  {self.text}\n  {' ' * self.next.column}^"
+        given = f"the plan cannot be read at column {self.next.column + 1}, where {found} stands\n{pointer}"
+        raise PlanError(explain(given, f"{expected} here", "write words separated by commas: zero1,accumulate=4"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a part states about itself; words are judged against each other by these and nothing else."""
+
+    lockstep: bool = True
+    """Whether replicas take optimizer steps together; False only for syncs whose replicas step alone."""
+    owns: Owns = "none"
+    """What a rank updates: `whole` tensors; a `flat` range, keeping all parameters; a range, with the parameters
+    `split` too; `none` where the part has no say in it."""
+    places: Places = "rank"
+    """Where tensors live: with each `rank`; once per `host`, for all its ranks; moved on and off the `device`."""
+    needs_lockstep: bool = False
+    """Whether it works only where replicas take steps together."""
+    accepts: tuple[Owns, ...] = ("whole", "flat", "split")
+    """The kinds of ownership it works with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The legal numbers of a word."""
+
+    whole: bool = True
+    """Whether only whole numbers are meant."""
+    least: float = 1
+    """The smallest legal number, itself legal only if `whole`."""
+    most: float = LARGEST
+    """The largest legal number, itself legal."""
+
+    def settle(self, value: Value) -> Value:
+        """The number in its canonical type, anything else as it is."""
+        if isinstance(value, float) and self.whole and value.is_integer():
+            return int(value)
+        return float(value) if isinstance(value, int) and not self.whole else value
+
+    def accepts(self, value: Value | None) -> bool:
+        """Whether a settled value is legal."""
+        if self.whole:
+            return isinstance(value, int) and self.least <= value <= self.most
+        return isinstance(value, float) and self.least < value <= self.most
+
+    def __str__(self) -> str:
+        """The range in words."""
+        lower = f"a whole number of at least {self.least:g}" if self.whole else f"a number above {self.least:g}"
+        return lower if self.most == LARGEST else f"{lower} and at most {self.most:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One word of the vocabulary."""
+
+    name: str
+    """The word; for a wire, together with its way: `wire=int8`."""
+    kind: Kind
+    """What it is about."""
+    meaning: str
+    """What it says, in one line."""
+    example: str
+    """A legal way to write it."""
+    number: Range | None = None
+    """The legal values after `=`, for a word that takes a number."""
+    args: dict[str, Range]
+    """The legal values of each argument in brackets, all of them required."""
+    positional: bool = False
+    """Whether canonical text leaves the arguments' keys out."""
+    numerics: bool = False
+    """Whether it changes the result, and so acts in one process too."""
+    planned: Traits | None = None
+    """What its part will state, for words not built yet; built parts state it themselves, in the menu."""
+
+    @property
+    def form(self) -> Form:
+        """How it is written: alone, with a number, or with arguments."""
+        if self.args:
+            return "args"
+        return "number" if self.number else "bare"
+
+    @property
+    def needed(self) -> str:
+        """How it must be written, for messages."""
+        if self.number:
+            return f"`{self.name}=` and {self.number}"
+        if self.args:
+            keys = ", ".join(f"{key}=..." for key in self.args)
+            return f"`{self.name}({keys})` with " + ", ".join(f"{key} {range_}" for key, range_ in self.args.items())
+        return f"`{self.name}` alone, without a value"
+
+    def bind(self, args: tuple[Arg, ...]) -> dict[str, Value] | None:
+        """The arguments by key, settled; None if one has no place or stands twice."""
+        bound: dict[str, Value] = {}
+        keys = list(self.args)
+        for arg, place in zip(args, [*keys, *[""] * len(args)], strict=False):
+            key = arg.key or place
+            if key not in self.args or key in bound:
+                return None
+            bound[key] = self.args[key].settle(arg.value)
+        return bound
+
+
+def _row(
+    kind: Kind,
+    example: str,
+    meaning: str,
+    planned: Traits | None = None,
+    *,
+    number: Range | None = None,
+    args: dict[str, Range] | None = None,
+    positional: bool = False,
+    numerics: bool = False,
+) -> Row:
+    """A row from its example: the name is what stands before the number or the brackets."""
+    name = example.split("(", maxsplit=1)[0] if kind == "wire" else re.split(r"[=(]", example)[0]
+    return Row(
+        name=name,
+        kind=kind,
+        meaning=meaning,
+        example=example,
+        number=number,
+        args=args or {},
+        positional=positional,
+        numerics=numerics,
+        planned=planned,
+    )
+
+
+COUNT = Range()
+POSITIVE = Range(whole=False, least=0)
+RATIO = Range(whole=False, least=0, most=1)
+EVERY = {"every": COUNT}
+ALONE = Traits(lockstep=False, owns="whole")
+PLAIN = Traits()
+WHOLE_ONLY = Traits(accepts=("whole",))
+
+_ROWS = (
+    _row("sync", "ddp", "every rank holds everything; gradients are averaged each step"),
+    _row("sync", "zero1", "each rank keeps the optimizer state of its share only"),
+    _row("sync", "zero2", "zero1, and each rank keeps the gradients of its share only"),
+    _row("sync", "zero3", "zero2, and each rank keeps the parameters of its share only", Traits(owns="split")),
+    _row(
+        "sync", "local(every=32)", "replicas step alone and average parameters every so many steps", ALONE, args=EVERY
+    ),
+    _row("sync", "diloco(every=100)", "local, with an outer optimizer over what moved (DiLoCo)", ALONE, args=EVERY),
+    _row(
+        "sync",
+        "server(staleness=4)",
+        "replicas push to and pull from a server, at most so many steps apart",
+        ALONE,
+        args={"staleness": Range(least=0)},
+    ),
+    _row("sync", "gossip", "each replica averages with one neighbour at a time", ALONE),
+    _row("sync", "groups(every=8)", "groups step together and average with each other now and then", ALONE, args=EVERY),
+    _row("precision", "bf16", "compute in bfloat16, keep parameters in float32", PLAIN, numerics=True),
+    _row("precision", "fp16", "compute in float16 with a loss scale, keep parameters in float32", PLAIN, numerics=True),
+    _row("number", "accumulate=4", "loader batches per optimizer step", number=COUNT, numerics=True),
+    _row("number", "micro=8", "rows per micro-batch", PLAIN, number=COUNT),
+    _row("number", "batch=256", "rows per loader batch over all ranks", number=COUNT, numerics=True),
+    _row("number", "clip=1.0", "largest norm of the global gradient", number=POSITIVE, numerics=True),
+    _row("memory", "recompute", "compute activations again in backward rather than keep them", numerics=True),
+    _row("memory", "offload", "keep optimizer state in host memory", Traits(places="device")),
+    _row("memory", "share", "keep parameters once per host", Traits(places="host", accepts=("flat",))),
+    _row("split", "tensor=2", "ranks that divide each layer", PLAIN, number=COUNT),
+    _row("split", "pipeline=4", "ranks that divide the layers into stages", PLAIN, number=COUNT),
+    _row("split", "context=2", "ranks that divide each sequence", PLAIN, number=COUNT),
+    _row("split", "replicate=2", "replicas of the model", PLAIN, number=COUNT),
+    _row("wire", "wire=bf16", "exchange in bfloat16", PLAIN),
+    _row("wire", "wire=fp16", "exchange in float16", PLAIN),
+    _row("wire", "wire=int8", "exchange in 8-bit integers with a scale per block", PLAIN),
+    _row(
+        "wire",
+        "wire=topk(0.01)",
+        "exchange the largest entries only, this part of them",
+        WHOLE_ONLY,
+        args={"ratio": RATIO},
+        positional=True,
+    ),
+    _row(
+        "wire",
+        "wire=powersgd(rank=4)",
+        "exchange two thin factors of each gradient (PowerSGD)",
+        WHOLE_ONLY,
+        args={"rank": COUNT},
+    ),
+    _row("wire", "wire=sign", "exchange signs and one scale", PLAIN),
+    _row("auto", "auto", "choose by prediction whatever is left open", PLAIN),
+)
+
+WORDS: dict[str, Row] = {row.name: row for row in _ROWS}
+"""Every word there is, in canonical order."""

@@ -1,0 +1,43 @@
+"""This process's place in the run, once it has one: rank, world, device, and the exchange that ties them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from distributedtorch.core.comm import Comm
+from distributedtorch.core.step import Loop
+
+
+@dataclass
+class World:
+    """Everything a part may ask about the run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    joined: bool = False
+    """Whether the exchange with the other ranks stands."""
+    comm: Comm = field(default_factory=lambda: Comm(0, 1))
+    loop: Loop = field(default_factory=lambda: Loop(Comm(0, 1)))
+
+
+_here = World()
+
+
+def here() -> World:
+    """The run this process takes part in (one process until it has joined)."""
+    return _here
+
+
+def set_here(world: World) -> None:
+    """Called once, by whoever joins."""
+    global _here
+    _here = world
+
+
+def accelerator() -> str:
+    """The kind of device models run on here: an accelerator where there is one."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]

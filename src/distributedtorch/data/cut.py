@@ -1,0 +1,109 @@
+"""Rows cut out of a finished batch: any nesting of tensors in lists, tuples, dicts, dataclasses and dict-like objects.
+
+For loaders that only hand out whole batches. Every tensor (or numpy array) of a batch must have the same leading
+dimension, which is taken as the rows; numbers, strings and 0-dim tensors pass unchanged, and a list or tuple without
+tensors is cut when its length is the number of rows. A list of tensors is read as several fields of one batch, the
+way torch's collation makes it, never as a list of samples: samples of one shape in a list cannot be told from fields.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.data.partition import Part, rows
+
+
+def divide_batch(batch: Any, part: Part) -> tuple[int, int, Any]:
+    """Real rows of this rank, rows of the global batch, and this rank's part of `batch`."""
+    if part.whole:
+        total = next((len(array) for array in arrays(batch)), 1)
+        return total, total, batch
+    total = leading(batch)
+    if total == 0:
+        return 0, 0, batch
+    span = part.span(total)
+    piece = cut(batch, total, lambda array: _slice(array, span, total, part.reverse))
+    return len(rows(total, part.world, part.rank)), total, piece
+
+
+def leading(batch: Any) -> int:
+    """The rows of a batch: the leading dimension its tensors share."""
+    found = {len(array) for array in arrays(batch)}
+    if not found and isinstance(batch, list | tuple):
+        return len(batch)
+    if len(found) == 1:
+        return found.pop()
+    shapes = ", ".join(str(tuple(array.shape)) for array in arrays(batch))
+    seen = f"tensors of shapes {shapes}" if found else f"a {type(batch).__name__} without tensors"
+    raise UsageError(
+        explain(
+            f"a batch with {seen} cannot be divided into rows",
+            "tensors that all have the rows of the batch as leading dimension",
+            "pass a torch DataLoader with a batch_size (it is divided before batches are built), "
+            "or yield batches whose tensors agree in their leading dimension",
+        )
+    )
+
+
+def arrays(batch: Any) -> Iterator[Any]:
+    """Every tensor or array of at least one dimension in a batch, in order."""
+    if _is_array(batch):
+        if batch.ndim > 0:
+            yield batch
+        return
+    for _, child in _children(batch):
+        yield from arrays(child)
+
+
+def cut(batch: Any, total: int, take: Callable[[Any], Any]) -> Any:
+    """A copy of `batch` with `take` applied to everything that has `total` rows."""
+    if _is_array(batch):
+        return take(batch) if batch.ndim > 0 else batch
+    if isinstance(batch, list | tuple):
+        return _cut_sequence(batch, total, take)
+    children = list(_children(batch))
+    if not children:
+        return batch
+    piece = copy.copy(batch)
+    for key, child in children:
+        if hasattr(batch, "items"):
+            piece[key] = cut(child, total, take)
+        else:
+            object.__setattr__(piece, key, cut(child, total, take))
+    return piece
+
+
+def _cut_sequence(batch: list[Any] | tuple[Any, ...], total: int, take: Callable[[Any], Any]) -> Any:
+    if next(arrays(batch), None) is None:
+        return take(batch) if len(batch) == total and type(batch) in (list, tuple) else batch
+    parts = [cut(child, total, take) for child in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def _children(batch: Any) -> Iterator[tuple[Any, Any]]:
+    """The named or numbered members of a container; none for anything else."""
+    if isinstance(batch, list | tuple):
+        yield from enumerate(batch)
+    elif callable(getattr(batch, "items", None)) and hasattr(batch, "__setitem__"):
+        yield from batch.items()
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield field.name, getattr(batch, field.name)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "ndim"))
+
+
+def _slice(array: Any, span: range, total: int, reverse: bool) -> Any:
+    """Rows `span` of `array`, or of `array` reversed."""
+    if not reverse:
+        return array[span.start : span.stop]
+    piece = array[total - span.stop : total - span.start]
+    return piece.flip(0) if isinstance(piece, torch.Tensor) else piece[::-1]

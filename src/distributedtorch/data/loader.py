@@ -1,0 +1,168 @@
+"""The user's loader, divided: it still yields global batches in the same order, each rank getting its own rows.
+
+The union of what the ranks get is exactly the batch that the one-process script would have seen, short last batches
+included; a rank without rows gets one repeated sample and is told that it counts for nothing. Nothing travels between
+ranks: they draw the same order from the same random stream (`stream.py`). A loader that already divides is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.data import survey
+from distributedtorch.data.cursor import Cursor, Share
+from distributedtorch.data.indexed import Indexed, Piece
+from distributedtorch.data.partition import Part
+from distributedtorch.data.stream import Stream
+from distributedtorch.data.streamed import Streamed
+from distributedtorch.data.whole import Whole
+
+OnBatch = Callable[[Share, Any], None]
+
+
+class Source(Protocol):
+    """How one kind of loader is divided."""
+
+    @property
+    def batch_global(self) -> int | None:
+        """Rows of a full global batch, if known."""
+
+    @property
+    def note(self) -> str:
+        """What was done, in a few words."""
+
+    def begin(self) -> Iterator[Piece]:
+        """Start an epoch."""
+
+    def __len__(self) -> int:
+        """Global batches in an epoch; TypeError where there is no telling."""
+
+
+def divide(
+    loader: Any,
+    *,
+    rank: int,
+    world: int,
+    stream: Stream | None,
+    on_batch: OnBatch,
+    batch: int | None = None,
+    reverse: bool = False,
+) -> Loader:
+    """Divide the global batches of `loader` between ranks.
+
+    Args:
+        loader: The loader of the one-process script: a torch DataLoader, or anything that yields batches.
+        rank: This rank.
+        world: The number of ranks.
+        stream: Where the order of data is drawn from, in the same state on all ranks; `None` draws from the global
+            random state, as one process does.
+        on_batch: Called with each share and its batch, right before the user gets it.
+        batch: Another global batch size than the loader's own.
+        reverse: Reverse the rows inside each global batch, to measure rounding noise.
+
+    Raises:
+        UsageError: The loader already divides, has no batches, or cannot be given another batch size.
+    """
+    if isinstance(loader, Loader):
+        given = "a loader that is already distributed was given again"
+        raise UsageError(explain(given, "each loader once", "use the object that came back from the first call"))
+    survey.refuse(loader, world)
+    own_way = not isinstance(loader, DataLoader) or _iterates_its_own_way(loader)
+    if batch is not None:
+        survey.check_rebatch(loader, batch, customised=own_way)
+    part = Part(rank=rank, world=world, reverse=reverse)
+    source: Source
+    if own_way:
+        source = Whole(loader, part, stream)
+    elif isinstance(loader.dataset, IterableDataset):
+        source = Streamed(loader, part, stream, batch)
+    else:
+        source = Indexed(loader, part, stream, batch)
+    return Loader(loader, source, on_batch, {} if batch is None else {"batch_size": batch})
+
+
+def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:
+    """Whether a DataLoader does something at `iter` that a plain one over the same parts would not."""
+    kind = type(loader)
+    overridden = kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
+    return overridden or isinstance(loader.dataset, IterDataPipe)
+
+
+class Loader:
+    """What the user gets back: iterates and has `len` as before, and hands out this rank's rows.
+
+    Attributes of the user's loader (`dataset`, `sampler`, `batch_size`, ...) can be read and set here as there.
+    """
+
+    _OWN = ("_loader", "_source", "_on_batch", "_changed", "cursor")
+
+    def __init__(self, loader: Any, source: Source, on_batch: OnBatch, changed: dict[str, Any]) -> None:
+        self._loader = loader
+        self._source = source
+        self._on_batch = on_batch
+        self._changed = changed
+        self.cursor = Cursor()
+
+    @property
+    def note(self) -> str:
+        """What was done to the user's loader, in a few words."""
+        return self._source.note
+
+    @property
+    def batch_global(self) -> int | None:
+        """Rows of a full global batch, if the loader says."""
+        return self._source.batch_global
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What decides the batches; must be equal on all ranks."""
+        return survey.fingerprint(self._loader, self.batch_global)
+
+    def __iter__(self) -> Epoch:
+        pieces = self._source.begin()
+        return Epoch(self, pieces, self.cursor.begin(), self._on_batch)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __bool__(self) -> bool:
+        return bool(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Loader._OWN or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return self._changed[name] if name in self._changed else getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Loader._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def __repr__(self) -> str:
+        return f"Loader({self._loader!r}: {self.note})"
+
+
+class Epoch:
+    """One walk over a divided loader."""
+
+    def __init__(self, loader: Loader, pieces: Iterator[Piece], number: int, on_batch: OnBatch) -> None:
+        self._loader = loader
+        self._pieces = pieces
+        self._number = number
+        self._on_batch = on_batch
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        rows, rows_global, batch = next(self._pieces)
+        share = self._loader.cursor.advance(rows, rows_global, self._number)
+        self._on_batch(share, batch)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)

@@ -1,0 +1,132 @@
+"""IterableDataset: every rank reads the whole stream, groups it into global batches and keeps its own rows.
+
+A stream has no indices to divide, so reading (and what the dataset does to each sample) is repeated on every rank;
+collation, and everything after it, is on this rank's rows only. Nothing travels. Streams that are costly to read are
+better given as a map-style dataset. With workers each worker forms its own global batches, as torch's would, and all
+ranks' workers read with the same random state; collation draws from a state of its own on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from math import ceil
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from distributedtorch.data.indexed import Piece, in_order_note, loading_options
+from distributedtorch.data.partition import Part
+from distributedtorch.data.stream import Stream, drawing
+from distributedtorch.data.worker import reseed
+
+
+class Streamed:
+    """A DataLoader over an IterableDataset whose global batches are divided as they are read."""
+
+    def __init__(self, loader: DataLoader[Any], part: Part, stream: Stream | None, batch: int | None) -> None:
+        assert loader.batch_size is not None
+        self._loader = loader
+        self._part = part
+        self._stream = stream
+        self._rebatched = batch
+        self.batch_global: int | None = batch or loader.batch_size
+        self._kept: DataLoader[Any] | None = None
+
+    def begin(self) -> Iterator[Piece]:
+        """Start one epoch: torch draws the workers' seed, and without workers the dataset's `iter` runs."""
+        # Not `or`: a DataLoader over a stream without length has no truth value.
+        inner = self._build() if self._kept is None else self._kept
+        if inner.persistent_workers:
+            self._kept = inner
+        with drawing(self._stream, full=True):
+            return iter(inner)
+
+    def __len__(self) -> int:
+        if self._rebatched is None:
+            return len(self._loader)
+        count = len(self._loader.dataset) / self._rebatched  # type: ignore[arg-type]
+        return int(count) if self._loader.drop_last else ceil(count)
+
+    @property
+    def note(self) -> str:
+        """What was done, for the printed line."""
+        if self._part.world == 1:
+            return f"{self.batch_global} global, from a stream{in_order_note(self._loader)}"
+        return f"{self.batch_global} global: stream read by every rank, rows divided{in_order_note(self._loader)}"
+
+    def _build(self) -> DataLoader[Any]:
+        user = self._loader
+        assert self.batch_global is not None
+        return DataLoader(
+            Groups(user.dataset, self.batch_global, user.drop_last, self._part, self._stream),
+            batch_size=None,
+            collate_fn=Collate(user.collate_fn),
+            generator=user.generator,
+            **loading_options(user),
+        )
+
+
+class Groups(IterableDataset[tuple[int, int, Any]]):
+    """The user's stream in global batches, cut to this rank's samples."""
+
+    def __init__(self, dataset: Any, size: int, drop_last: bool, part: Part, stream: Stream | None) -> None:
+        self.user_dataset = dataset
+        self.size = size
+        self.drop_last = drop_last
+        self.part = part
+        self._stream = stream
+        self._in_worker = False
+
+    def __iter__(self) -> Iterator[Piece]:
+        self._enter_worker()
+        with drawing(self._stream, full=True):
+            samples = iter(self.user_dataset)
+        return Grouped(self, samples, self._stream)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stream": None}
+
+    def _enter_worker(self) -> None:
+        """In a worker, reading continues from the worker's seed, equal on all ranks; the rest gets a seed by rank."""
+        if get_worker_info() is None or self._in_worker:
+            return
+        self._in_worker = True
+        self._stream = None
+        if self.part.world > 1:
+            self._stream = Stream()
+            reseed(self.part.rank)
+
+
+class Grouped:
+    """One walk over the stream."""
+
+    def __init__(self, groups: Groups, samples: Iterator[Any], stream: Stream | None) -> None:
+        self._groups = groups
+        self._samples = samples
+        self._stream = stream
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        if self._ended:
+            raise StopIteration
+        with drawing(self._stream, full=True):
+            group = list(islice(self._samples, self._groups.size))
+        self._ended = len(group) < self._groups.size
+        if not group or (self._ended and self._groups.drop_last):
+            raise StopIteration
+        return self._groups.part.take(group)
+
+
+class Collate:
+    """The user's collation, on the samples only; the sizes travel beside them."""
+
+    def __init__(self, user: Callable[[Any], Any]) -> None:
+        self.user = user
+
+    def __call__(self, piece: Any) -> Piece:
+        rows, rows_global, samples = piece
+        return rows, rows_global, self.user(samples)

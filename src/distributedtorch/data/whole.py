@@ -1,0 +1,68 @@
+"""Anything else that can be iterated: every rank builds whole batches and keeps its rows.
+
+For lists of batches, custom classes and DataLoader subclasses with an `__iter__` of their own. Each rank does the full
+work of building a batch and then slices it; nothing travels. A torch DataLoader is divided earlier and cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from distributedtorch.data.cut import divide_batch
+from distributedtorch.data.indexed import Piece
+from distributedtorch.data.partition import Part
+from distributedtorch.data.stream import Stream, drawing
+
+
+class Whole:
+    """An iterable of finished batches, cut by their leading dimension."""
+
+    def __init__(self, loader: Iterable[Any], part: Part, stream: Stream | None) -> None:
+        self._loader = loader
+        self._part = part
+        self._stream = stream
+
+    def begin(self) -> Iterator[Piece]:
+        """Start one pass over the user's object."""
+        with drawing(self._stream, full=True):
+            produced = iter(self._loader)
+        return Pieces(produced, self._part, self._stream)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    @property
+    def batch_global(self) -> int | None:
+        """The object's own `batch_size`, if it has one."""
+        size = getattr(self._loader, "batch_size", None)
+        return size if isinstance(size, int) else None
+
+    @property
+    def note(self) -> str:
+        """What was done, for the printed line."""
+        kind = type(self._loader).__name__
+        what = f"{kind} iterates in its own way" if isinstance(self._loader, DataLoader) else "not a DataLoader"
+        once = "; an iterator: it can be walked only once" if isinstance(self._loader, Iterator) else ""
+        if self._part.world == 1:
+            return what + once
+        return f"{what}: every rank builds whole batches and keeps its rows{once}"
+
+
+class Pieces:
+    """One pass: this rank's rows of each batch."""
+
+    def __init__(self, produced: Iterator[Any], part: Part, stream: Stream | None) -> None:
+        self._produced = produced
+        self._part = part
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        with drawing(self._stream, full=True):
+            batch = next(self._produced)
+        return divide_batch(batch, self._part)

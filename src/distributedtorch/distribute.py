@@ -1,0 +1,172 @@
+"""The call: plan -> parts -> attached to the user's model, optimizer, loaders and schedulers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from distributedtorch import attach, inspect, recipes, report
+from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.core.plan import Plan, resolve, sources
+from distributedtorch.core.step import Rows
+from distributedtorch.core.world import World, here
+from distributedtorch.data.cursor import Share
+from distributedtorch.data.loader import Loader, divide
+from distributedtorch.data.stream import Stream
+from distributedtorch.launch.start import join_world
+from distributedtorch.launch.supervise import restart
+from distributedtorch.sync import batchnorm
+from distributedtorch.verify import record as verify_record
+
+
+@dataclass
+class Run:
+    """What this process has distributed so far."""
+
+    plan: Plan | None = None
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    loaders: list[Loader] = field(default_factory=list)
+    stream: Stream | None = None
+
+
+RUN = Run()
+
+
+def distribute(*objects: Any, plan: str | Plan | None = None, workers: int | None = None) -> Any:
+    """Distribute a training loop: give its models, optimizers, loaders and schedulers, and go on with what comes back.
+
+    Args:
+        *objects: Models, optimizers, loaders, schedulers, in any number and order.
+        plan: How: a name ("ddp", "zero1", "zero2"), words ("zero2,clip=1.0") or a `dt.Plan`.
+        workers: How many processes to start where none were started (`python train.py`).
+
+    Returns:
+        The same objects in the same order: models, optimizers and schedulers are the ones given, rewired in place;
+        loaders yield this rank's rows of every batch. One object comes back alone, several as a tuple.
+
+    Raises:
+        PlanError: The plan cannot be read, contradicts itself or does not fit the number of processes.
+        UsageError: An object cannot be distributed as given.
+        LaunchError: The processes cannot be started, or do not fit together.
+    """
+    effective, origin = resolve(*sources(os.environ), plan)
+    effective = verify_record.plan_here(effective)
+    _start(verify_record.workers_here(workers), effective, plan)
+    world = here()
+    effective.check(world.size, world.local_size)
+    given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
+    inspect.check(given, [*RUN.models, *given.models], world.size)
+    if world.size == 1 and not effective.numerics().words and not verify_record.wanted():
+        report.line(effective, origin, world, [], batchnorms=0, workers_from=None)
+        _remember(effective, given)
+        return _back(list(objects))
+    join_world()
+    result = _attach(objects, given, effective, origin, world)
+    _remember(effective, given)
+    return result
+
+
+def release() -> None:
+    """Let go of everything distributed so far: the objects stay as they are now, on each rank by itself."""
+    here().loop.close()
+    RUN.plan, RUN.stream = None, None
+    for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders):
+        kept.clear()
+
+
+def _start(workers: int | None, plan: Plan, said: str | Plan | None) -> None:
+    world = here()
+    if workers is None or workers == world.size:
+        return
+    if workers < 1:
+        raise LaunchError(explain(f"workers={workers}", "1 or more", "give the number of processes to start"))
+    if world.size > 1 or (world.joined and RUN.plan is not None):
+        raise LaunchError(
+            explain(
+                f"workers={workers} in the call, but {world.size} process{'es' if world.size > 1 else ''} were started",
+                "one number",
+                f"drop workers=, or start {workers}",
+            )
+        )
+    plan.check(workers)
+    restart(workers, str(said) if said is not None else None)
+
+
+def _remember(plan: Plan, given: inspect.Given) -> None:
+    RUN.plan = plan
+    RUN.models += given.models
+    RUN.optimizers += given.optimizers
+    RUN.schedulers += given.schedulers
+
+
+def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, origin: dict[str, str], world: World) -> Any:
+    loop, comm = world.loop, world.comm
+    many = world.size > 1
+    if RUN.stream is None and many:
+        RUN.stream = _one_stream(world)
+    loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
+    if many:
+        inspect.same_everywhere(given, list(loaders.values()), plan, comm)
+        for model in given.models:
+            attach.same_weights(model, comm)
+    synchronised = sum(batchnorm.synchronise(model, loop) for model in given.models) if many else 0
+    if plan.recompute:
+        attach.recompute(given.models)
+    build = recipes.MENU[plan.sync].build
+    assert build is not None
+    for optimizer in given.optimizers:
+        attach.optimizer(optimizer, [*RUN.models, *given.models], plan, world, build)
+    for scheduler in given.schedulers:
+        attach.scheduler(scheduler, world)
+    if many and RUN.plan is None:
+        attach.own_randomness(world.rank)
+    verify_record.attach(loop, given.models)
+    report.line(plan, origin, world, list(loaders.values()), batchnorms=synchronised, workers_from=None)
+    RUN.loaders += loaders.values()
+    return _back([loaders.get(id(thing), thing) for thing in objects])
+
+
+def _back(objects: list[Any]) -> Any:
+    return objects[0] if len(objects) == 1 else tuple(objects)
+
+
+def _one_stream(world: World) -> Stream:
+    """The order of data: rank 0's random state, for all ranks."""
+    stream = Stream()
+    stream.load_bytes(world.comm.bytes_of_all("data order", stream.state_bytes() if world.rank == 0 else b"")[0])
+    return stream
+
+
+def _divided(loader: Any, plan: Plan, world: World) -> Loader:
+    def on_batch(share: Share, batch: Any) -> None:
+        total = _length(divided)
+        last = total is not None and divided.cursor.batch >= total
+        world.loop.arrived(
+            id(divided), Rows(mine=share.rows, everywhere=share.rows_global, batch=share.batch, last=last)
+        )
+        verify_record.arrived(share, batch)
+
+    divided = divide(
+        loader,
+        rank=world.rank,
+        world=world.size,
+        stream=RUN.stream,
+        on_batch=on_batch,
+        batch=plan.batch,
+        reverse=verify_record.reversed_rows(),
+    )
+    return divided
+
+
+def _length(loader: Loader) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None

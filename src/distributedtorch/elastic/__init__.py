@@ -1,0 +1,1 @@
+"""Who is there and what they are doing: the watch that names a missing rank."""

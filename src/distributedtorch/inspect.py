@@ -1,0 +1,165 @@
+"""Looking at what was given to `distribute` before anything is changed: told apart, checked, compared between ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from distributedtorch.core.comm import Comm
+from distributedtorch.core.errors import LaunchError, UsageError, explain
+from distributedtorch.core.plan import Plan
+from distributedtorch.data.loader import Loader
+from distributedtorch.sync import optimizers
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "_FabricModule")
+
+
+@dataclass
+class Given:
+    """The objects of one call, by kind."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+
+
+def sort(objects: Sequence[Any], known: Sequence[Any]) -> Given:
+    """Tell objects apart by type; refuse what is none of the four, and anything given before."""
+    given = Given()
+    if not objects:
+        raise UsageError(
+            explain("dt.distribute()", "a model, optimizer, loader or scheduler", "pass what the loop uses")
+        )
+    seen = {id(thing) for thing in known}
+    for position, thing in enumerate(objects):
+        if id(thing) in seen:
+            do = "pass each object once; use what the first call returned"
+            raise UsageError(
+                explain(f"the same {type(thing).__name__} twice (argument {position + 1})", "each once", do)
+            )
+        seen.add(id(thing))
+        if isinstance(thing, nn.Module):
+            given.models.append(thing)
+        elif isinstance(thing, Optimizer):
+            given.optimizers.append(thing)
+        elif isinstance(thing, LRScheduler):
+            given.schedulers.append(thing)
+        elif hasattr(thing, "__iter__") and not isinstance(thing, (str, bytes, dict, torch.Tensor)):
+            given.loaders.append(thing)
+        else:
+            needed = "models, optimizers, loaders and schedulers"
+            do = "pass only those; schedulers must be torch.optim.lr_scheduler.LRScheduler"
+            raise UsageError(explain(f"argument {position + 1} is a {type(thing).__name__}", needed, do))
+    return given
+
+
+def check(given: Given, models: Sequence[nn.Module], world: int) -> None:
+    """Refuse what cannot be distributed, as soon as it can be known."""
+    for model in given.models:
+        _check_model(model, world)
+    known = {id(p): name for model in models for name, p in model.named_parameters()}
+    taken: dict[int, str] = {}
+    for optimizer in given.optimizers:
+        if world > 1:
+            optimizers.refuse(optimizer)
+        _check_optimizer(optimizer, known, taken)
+
+
+def _check_model(model: nn.Module, world: int) -> None:
+    kind = type(model).__name__
+    if kind in _WRAPPERS or hasattr(model, "_fsdp_state") or "FSDP" in kind:
+        do = "pass the plain model: dt.distribute does what the wrapper does"
+        raise UsageError(explain(f"the model is wrapped in {kind}", "a plain nn.Module", do))
+    devices = sorted({str(p.device) for p in model.parameters()})
+    if len(devices) > 1:
+        do = "model.to(one device) before dt.distribute"
+        raise UsageError(explain(f"the model's parameters are on {' and '.join(devices)}", "one device per rank", do))
+    if devices == ["meta"]:
+        do = "build it on a real device"
+        raise UsageError(explain("the model is on the meta device", "parameters with values", do))
+    _check_training(model, world)
+
+
+def _check_training(model: nn.Module, world: int) -> None:
+    began = [name for name, p in model.named_parameters() if p.grad is not None]
+    if began:
+        do = "call dt.distribute before the first backward, or model.zero_grad(set_to_none=True) just before it"
+        raise UsageError(explain(f"parameter {began[0]!r} has a gradient already", "a model before training", do))
+    if world == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            do = "nn.Embedding(..., sparse=False)"
+            raise UsageError(explain(f"module {name!r} makes sparse gradients", "dense gradients", do))
+    for name, param in model.named_parameters():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            do = "edit p.grad between backward() and step(), where it is the global gradient"
+            needed = "no hook on parameters: with several ranks it would see this rank's gradient only"
+            raise UsageError(explain(f"parameter {name!r} has a gradient hook", needed, do))
+
+
+def _check_optimizer(optimizer: Optimizer, known: dict[int, str], taken: dict[int, str]) -> None:
+    kind = type(optimizer).__name__
+    mine = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = [tuple(p.shape) for p in mine if id(p) not in known]
+    if strange:
+        do = "pass every module whose parameters the optimizer has, and make the optimizer after model.to(...)"
+        given = f"{len(strange)} of {len(mine)} parameters of {kind} are in no model given (shapes {strange[:3]}...)"
+        raise UsageError(explain(given, "optimizers over the models' own parameters", do))
+    for param in mine:
+        if id(param) in taken:
+            do = "give each parameter to one optimizer"
+            given = f"parameter {known[id(param)]!r} is in two optimizers ({taken[id(param)]} and {kind})"
+            raise UsageError(explain(given, "one optimizer per parameter", do))
+        taken[id(param)] = kind
+
+
+def same_everywhere(given: Given, loaders: Sequence[Loader], plan: Plan, comm: Comm) -> None:
+    """Compare what all ranks were given; show the difference where there is one."""
+    mine = fingerprint(given, loaders, plan)
+    cards = [json.loads(card) for card in comm.bytes_of_all("fingerprint", json.dumps(mine).encode())]
+    for rank, card in enumerate(cards):
+        if card != cards[0]:
+            keys = [key for key in {**cards[0], **card} if cards[0].get(key) != card.get(key)]
+            shown = "\n".join(
+                f"    {key}: rank 0 {cards[0].get(key, 'has none')}, rank {rank} {card.get(key, 'has none')}"
+                for key in keys[:8]
+            )
+            more = f"\n    and {len(keys) - 8} more" if len(keys) > 8 else ""
+            given_text = f"rank 0 and rank {rank} were given different things:\n{shown}{more}"
+            do = "run the same script with the same arguments, data and versions on every rank"
+            raise LaunchError(explain(given_text, "the same model, optimizer, data and plan on all ranks", do))
+
+
+def fingerprint(given: Given, loaders: Sequence[Loader], plan: Plan) -> dict[str, Any]:
+    """What must be equal on all ranks, as plain data."""
+    card: dict[str, Any] = {"plan": str(plan), "torch": torch.__version__, "script": _script()}
+    for m, model in enumerate(given.models):
+        tensors: Iterable[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        for name, tensor in tensors:
+            trained = ", trained" if tensor.requires_grad else ""
+            card[f"model {m} {name}"] = f"{tuple(tensor.shape)} {tensor.dtype}{trained}"
+    for o, optimizer in enumerate(given.optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            rest = {key: str(value) for key, value in group.items() if key != "params"}
+            card[f"optimizer {o} {type(optimizer).__name__} group {g}"] = f"{len(group['params'])} parameters {rest}"
+    for number, loader in enumerate(loaders):
+        for key, value in loader.fingerprint().items():
+            card[f"loader {number} {key}"] = value
+    return card
+
+
+def _script() -> str:
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path and Path(path).is_file() else "none"

@@ -1,0 +1,1 @@
+"""Starting processes, joining a world that is there, ending all of it together."""

@@ -1,0 +1,152 @@
+"""Joining the world that was started: one store, one process group, and words for whoever is missing or double.
+
+Under `dtorch` the supervisor hosts the store on loopback; under torchrun its own store is used. Every rank adds one to
+its key before the group is made, so a number given twice is found at once, and a missing rank is named.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.launch import record
+from distributedtorch.launch.place import Place
+
+_SECONDS_BETWEEN_LOOKS = 0.02
+
+
+def join(place: Place, *, device_type: str, timeout_seconds: float = 1800) -> Store:
+    """Make this process a member of its world, and give the store the members share.
+
+    Args:
+        place: Where this process stands; started by `dtorch` or torchrun.
+        device_type: Where the model lives, "cpu" or "cuda".
+        timeout_seconds: How long to wait for the other ranks, and for any one exchange later.
+
+    Raises:
+        LaunchError: torch.distributed is in use already, a rank is missing, or two processes have one number.
+    """
+    assert place.launcher != "none", "one process joins nothing"
+    record.install(place)
+    if dist.is_initialized():
+        given = "torch.distributed is initialised already"
+        do = "remove init_process_group and the DDP or FSDP wrapper: dt.distribute does both"
+        raise LaunchError(explain(given, "dt.distribute to do it", do))
+    record.joined(place)
+    if place.launcher == "torchrun":
+        _join_torchrun(place, timeout_seconds)
+    store = client(timeout_seconds)
+    _meet(place, store, timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = _backend(place, device_type)
+    dist.init_process_group(
+        backend, store=PrefixStore("group", store), rank=place.rank, world_size=place.world, timeout=timeout
+    )
+    atexit.register(_leave)
+    return store
+
+
+def client(timeout_seconds: float = 60) -> Store:
+    """A connection of its own to the store `join` gave, for a second thread: one connection serves one caller."""
+    address, port = _address()
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=min(timeout_seconds, 60)))
+    except RuntimeError as error:
+        given = f"the store at {address}:{port} (MASTER_ADDR, MASTER_PORT) cannot be reached"
+        raise LaunchError(explain(given, "a running starter", "start again by dtorch run or torchrun")) from error
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # each restart of torchrun's has keys of its own
+    return PrefixStore(f"distributedtorch/{attempt}", store)
+
+
+def _join_torchrun(place: Place, timeout_seconds: float) -> None:
+    """Bring torchrun's store into being: one of its agents hosts it, or rank 0 does."""
+    address, port = _address()
+    if place.local_world == place.world:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if place.rank == 0 and not _is_loopback(address):
+        print(
+            f"distributedtorch: torchrun's store listens beyond loopback ({address}:{port}) without a key, "
+            "and gloo and NCCL send clear text: keep that network private",
+            file=sys.stderr,
+        )
+    try:
+        store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=timedelta(seconds=timeout_seconds)))
+    except RuntimeError as error:
+        given = f"rank {place.rank} of {place.world} did not find all others at {address}:{port}: {error}"
+        raise LaunchError(explain(given, "every rank to start", "look at the output of the failed ranks")) from error
+    _hosted.append(store)
+
+
+_hosted: list[Store] = []
+"""Kept alive for the life of the process: where rank 0 hosts the store, this object is the host."""
+
+
+def _address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def _backend(place: Place, device_type: str) -> str:
+    if device_type == "cuda" and torch.cuda.device_count() >= place.local_world:
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _meet(place: Place, store: Store, timeout_seconds: float) -> None:
+    """Return when every rank is there, once each."""
+    keys = [f"joined/{rank}" for rank in range(place.world)]
+    mine = keys[place.rank]
+    store.add(mine, 1)
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        complete = store.check(keys)
+        if store.add(mine, 0) > 1:
+            given = f"two processes have joined as rank {place.rank} of {place.world}"
+            do = "start every process once, by dtorch run or torchrun, and give each its own RANK"
+            raise LaunchError(explain(given, "one process per rank", do))
+        if complete:
+            return
+        if time.monotonic() > deadline:
+            raise LaunchError(_missing(store, keys, timeout_seconds))
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _missing(store: Store, keys: Sequence[str], timeout_seconds: float) -> str:
+    there = [rank for rank, key in enumerate(keys) if store.check([key])]
+    missing = [rank for rank in range(len(keys)) if rank not in there]
+    return explain(
+        f"after {timeout_seconds:g} s rank {_list(there)} of {len(keys)} had joined; missing: rank {_list(missing)}",
+        "every rank to call dt.distribute",
+        "look at the logs of the missing ranks; raise the timeout if they download or load for longer",
+    )
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _leave() -> None:
+    """Close the group quietly after a good end. After an error the connections drop with the process: peers notice."""
+    if dist.is_initialized() and not record.failed():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()

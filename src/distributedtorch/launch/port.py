@@ -1,0 +1,65 @@
+"""The loopback socket the ranks meet at: bound before anything starts, so that a port in use is refused in words."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from pathlib import Path
+
+from distributedtorch.core.errors import LaunchError, explain
+
+_BACKLOG = 1024
+
+
+def listen(port: int | None) -> socket.socket:
+    """A socket that listens on 127.0.0.1 only, at `port` or a free one."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port or 0))
+        listener.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise LaunchError(_refusal(port or 0, error)) from None
+    return listener
+
+
+def _refusal(port: int, error: OSError | OverflowError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        pid = owner(port)
+        by = f"by process {pid} ({_name(pid)})" if pid else "by a process of another user"
+        return explain(f"port {port} is in use {by}", "a free port", "leave --port out to take a free one, or end it")
+    reason = error.strerror if isinstance(error, OSError) else "not a port"
+    return explain(f"port {port}: {reason}", "a port from 1024 to 65535", "leave --port out to take a free one")
+
+
+def owner(port: int) -> int | None:
+    """The process that listens at a port, where /proc shows it."""
+    inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(Path("/proc/net") / table, port)}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            for link in (folder / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(link) in inodes:
+                        return int(folder.name)
+    return None
+
+
+def _listening(table: Path, port: int) -> list[str]:
+    """The sockets of a kernel table that listen at a port, as /proc/<pid>/fd spells them."""
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()[1:]]
+    except OSError:
+        return []
+    return [f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "ended meanwhile"

@@ -1,0 +1,274 @@
+"""What a rank leaves behind when it ends, so that the supervisor can name the first cause and not the loudest one.
+
+Each rank of a `dtorch` run writes `end.<rank>.json` (mode 0600, put in place by rename) into the run folder: raised,
+exited or ended, the error, the last lines of its traceback, the user's line, the step, the monotonic time, and whether
+the error is only the consequence of another rank's end. Through the fifo `news` in the same folder it tells the
+supervisor at once, even when the process itself takes long to leave.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+from distributedtorch.core import where
+from distributedtorch.core.errors import DesyncError, PeerError
+from distributedtorch.launch.place import Place
+
+NEWS = "news"
+"""Name of the fifo on which ranks speak to the supervisor: lines `raised <rank>` and `say <text>`."""
+
+_MAX_LINES = 30
+_MAX_BYTES = 1 << 20
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket closed",
+    "Broken pipe",
+    "Connection was likely closed",
+)
+"""How torch words that another process is gone (gloo and the store), where no part has made it a PeerError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How one rank ended."""
+
+    rank: int
+    kind: Literal["raised", "exit", "ended"]
+    """An error reached the top; `sys.exit` with a code; or the script came to its end."""
+    type: str = ""
+    """Name of the error's class."""
+    message: str = ""
+    """The error's text."""
+    traceback: str = ""
+    """Its last lines."""
+    where: str = ""
+    """The innermost line of the user's own code."""
+    step: int = 0
+    """The last step this rank noted."""
+    code: int | None = None
+    """Exit code, where the rank knew it."""
+    time: float = 0.0
+    """Monotonic, so comparable between the processes of one host."""
+    consequence: bool = False
+    """Whether another rank's end caused it."""
+
+
+class _Rank:
+    """What this process remembers for its record."""
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+        self.pid = 0
+        self.step = 0
+        self.seen: memoryview | None = None
+        self.written = False
+        self.failed = False
+        self.exit: tuple[int, str] | None = None
+
+
+_here = _Rank()
+
+
+def note(step: int) -> None:
+    """Remember the step this rank is at; kept where the supervisor finds it even after kill -9."""
+    _here.step = step
+    if _here.seen is not None:
+        _here.seen[0] = step
+
+
+def failed() -> bool:
+    """Whether an error has reached the top of this process."""
+    return _here.failed or getattr(sys, "last_value", None) is not None
+
+
+def install(place: Place) -> None:
+    """Have this process leave its record when it ends. Once is enough; nothing without a run folder."""
+    if place.run_folder is None or _here.place is not None:
+        return
+    _here.place, _here.pid = place, os.getpid()
+    with contextlib.suppress(OSError):
+        _here.seen = _shared_step(place.run_folder / f"step.{place.rank}")
+    sys.excepthook = _hook(sys.excepthook, place.rank)
+    sys.exit = _exit(sys.exit)
+    atexit.register(_at_exit)
+
+
+def joined(place: Place) -> None:
+    """Tell the supervisor that this rank's script does take part."""
+    if place.run_folder is not None:
+        (place.run_folder / f"joined.{place.rank}").touch(mode=0o600)
+
+
+def say(text: str) -> None:
+    """Print one line where the user looks: through the supervisor where there is one, else on stderr."""
+    if not _news(f"say {text}"):
+        print(f"dtorch: {text}", file=sys.stderr, flush=True)
+
+
+def fail(text: str) -> NoReturn:
+    """End this rank at once because ranks disagree; from any thread. Printed here only without a supervisor."""
+    trace = "".join(traceback.format_stack(sys._current_frames().get(_main_ident())))
+    _write("raised", type=DesyncError.__name__, message=text, traceback=trace, where=where.of_main_thread(), code=1)
+    if not _news(f"raised {_here.place.rank if _here.place else 0}"):
+        print(f"dtorch: {DesyncError.__name__}: {text}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def read(folder: Path, rank: int) -> End | None:
+    """The record a rank left, or None where it left none that can be read."""
+    try:
+        with (folder / f"end.{rank}.json").open("rb") as file:
+            return End(**json.loads(file.read(_MAX_BYTES)))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def step_of(folder: Path, rank: int) -> int | None:
+    """The last step a rank noted, however it ended; None where it noted none."""
+    try:
+        return int.from_bytes((folder / f"step.{rank}").read_bytes()[:8], sys.byteorder, signed=True)
+    except OSError:
+        return None
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether the chain of errors that led to `error` began with another rank's end."""
+    chain = _chain(error)
+    explained = {id(e.__cause__) for e in chain if isinstance(e, PeerError)}
+    first = next(e for e in chain if id(e) not in explained)
+    return _is_lost(first)
+
+
+def _is_lost(error: BaseException) -> bool:
+    if isinstance(error, PeerError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The errors that led to this one, oldest first."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain[::-1]
+
+
+def _culprit(error: BaseException) -> BaseException:
+    """The error to name: this one, unless it is a lost peer met while handling an error of the user's own."""
+    if is_consequence(error) or not _is_lost(error):
+        return error
+    return next(e for e in _chain(error)[::-1] if not _is_lost(e))
+
+
+def _hook(previous: Callable[..., Any], rank: int) -> Callable[..., None]:
+    """An excepthook that writes the record first.
+
+    On the terminal of rank 0 a mere consequence is one line, so that the first cause stands out; its traceback is in
+    the record. A Ctrl-C is shown by rank 0 alone.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _raised(error)
+        if rank == 0 and is_consequence(error):
+            line = where.of_traceback(trace)
+            print(f"rank 0 ended because another rank did: {kind.__name__} at {line}", file=sys.stderr, flush=True)
+        elif rank == 0 or not issubclass(kind, KeyboardInterrupt):
+            previous(kind, error, trace)
+
+    return hook
+
+
+def _raised(error: BaseException) -> None:
+    _here.failed = True
+    culprit = _culprit(error)
+    _write(
+        "raised",
+        type=type(culprit).__name__,
+        message=str(culprit),
+        traceback="".join(traceback.format_exception(culprit, chain=False)),
+        where=where.of_traceback(culprit.__traceback__),
+        code=1,
+        consequence=is_consequence(error),
+    )
+    if _here.place is not None and os.getpid() == _here.pid:
+        _news(f"raised {_here.place.rank}")
+
+
+def _exit(previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """`sys.exit` that remembers its code and caller: neither can be learned at exit."""
+
+    def exit(code: object = None, /) -> NoReturn:
+        number = 0 if code is None else code if isinstance(code, int) else 1
+        _here.exit = (number & 0xFF, where.of_frame(sys._getframe(1)))
+        previous(code)
+
+    return exit
+
+
+def _at_exit() -> None:
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and not _here.written:
+        _raised(error)  # another excepthook took the place of ours
+    code, line = _here.exit or (0, "")
+    _write("exit" if code else "ended", code=code, where=line)
+
+
+def _write(kind: Literal["raised", "exit", "ended"], **fields: Any) -> None:
+    """Write this rank's record, once; forked children write none, and a full disk must not hide the error."""
+    place = _here.place
+    if place is None or place.run_folder is None or _here.written or os.getpid() != _here.pid:
+        return
+    _here.written = True
+    fields["traceback"] = "".join(str(fields.get("traceback", "")).splitlines(keepends=True)[-_MAX_LINES:])
+    fields["message"] = str(fields.get("message", ""))[:4000]
+    end = End(rank=place.rank, kind=kind, step=_here.step, time=time.monotonic(), **fields)
+    path = place.run_folder / f"end.{place.rank}.json"
+    with contextlib.suppress(OSError):
+        temporary = path.with_suffix(".part")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(asdict(end), file)
+        temporary.replace(path)
+
+
+def _news(line: str) -> bool:
+    """Speak to the supervisor without ever waiting for it; False where none listens."""
+    if _here.place is None or _here.place.run_folder is None:
+        return False
+    try:
+        fifo = os.open(_here.place.run_folder / NEWS, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError), open(fifo, "wb", buffering=0) as file:
+        file.write(line.replace("\n", " ").encode()[:2000] + b"\n")
+        return True
+    return False
+
+
+def _shared_step(path: Path) -> memoryview:
+    """Eight bytes of a file, mapped: a store to memory is all that a step costs."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(descriptor, 8)
+        return memoryview(mmap.mmap(descriptor, 8)).cast("q")
+    finally:
+        os.close(descriptor)
+
+
+def _main_ident() -> int:
+    return threading.main_thread().ident or 0

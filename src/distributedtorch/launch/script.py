@@ -1,0 +1,81 @@
+"""What can be said of a script before N copies of it are started: whether anything in it could make them one run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.metadata
+import sys
+from pathlib import Path
+
+from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.core.where import is_users
+
+_LOADERS = {"importlib", "runpy"}
+_OWN_LAUNCHERS = {"lightning": "Lightning", "pytorch_lightning": "Lightning", "transformers": "transformers' Trainer"}
+_LINE = "add `import distributedtorch as dt` and `model, optimizer, loader = dt.distribute(model, optimizer, loader)`"
+
+
+def unjoined(workers: int, extra: str = "") -> str:
+    """The message for a script that never takes part."""
+    return explain(
+        f"the script never calls dt.distribute, so {workers} copies of it would run, or ran, each on its own",
+        "one call of dt.distribute in every process",
+        extra or f"{_LINE}, or run the script with plain python",
+    )
+
+
+def check(script: str, workers: int) -> None:
+    """Refuse a script that cannot come to call dt.distribute; `LaunchError` says what to do."""
+    path = Path(script)
+    if not path.exists():
+        raise LaunchError(explain(f"no script at {script}", "a Python file", "check the path"))
+    if path.suffix != ".py" or not path.is_file():
+        return
+    source = path.read_text(encoding="utf-8", errors="replace")
+    if "distributedtorch" in source:
+        return
+    try:
+        names = _imports(ast.parse(source))
+    except (SyntaxError, ValueError):
+        return  # Python itself says it better
+    if not any(_may_distribute(name.partition(".")[0], path.parent) for name in names):
+        raise LaunchError(unjoined(workers, _other_launcher(names)))
+
+
+def _imports(tree: ast.Module) -> set[str]:
+    """Every imported name, dotted: `transformers.Trainer`; relative imports as ``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = "" if node.level else node.module or ""
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _may_distribute(top: str, folder: Path) -> bool:
+    """Whether an imported module is the user's own code, or an installed package that needs this library."""
+    if not top or top in _LOADERS:
+        return True
+    if top in sys.stdlib_module_names:
+        return False
+    spec = importlib.machinery.PathFinder.find_spec(top, [str(folder.resolve()), *sys.path])
+    if spec is None:
+        return True  # not here to be judged: an editable install, or an import error that Python will report
+    places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
+    if any(is_users(place) for place in places):
+        return True
+    needs = (importlib.metadata.requires(name) for name in importlib.metadata.packages_distributions().get(top, []))
+    return any("distributedtorch" in need for found in needs for need in found or [])
+
+
+def _other_launcher(names: set[str]) -> str:
+    """What to do when the script uses a trainer that starts processes by itself."""
+    for name in sorted(names):
+        top = name.partition(".")[0]
+        if top in _OWN_LAUNCHERS and (top != "transformers" or name.endswith("Trainer")):
+            trainer = _OWN_LAUNCHERS[top]
+            return f"{trainer} starts its own DDP: start it by its own launcher, or write the plain loop and {_LINE}"
+    return ""

@@ -1,0 +1,71 @@
+"""Becoming part of a world: what `import distributedtorch` prepares and the first call that needs others completes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from distributedtorch.core import where
+from distributedtorch.core.comm import Comm
+from distributedtorch.core.step import Loop
+from distributedtorch.core.world import World, accelerator, here, set_here
+from distributedtorch.elastic import watch
+from distributedtorch.launch import record
+from distributedtorch.launch.join import client, join
+from distributedtorch.launch.place import Place, find
+
+
+def prepare() -> Place:
+    """At import: read this process's place, select its accelerator, send other ranks' output to the log folder."""
+    place = find()
+    set_here(
+        World(
+            rank=place.rank,
+            size=place.world,
+            local_rank=place.local_rank,
+            local_size=place.local_world,
+            joined=place.world == 1,
+        )
+    )
+    if place.launcher == "none":
+        return place
+    if accelerator() != "cpu":
+        torch.accelerator.set_device_index(place.local_rank % torch.accelerator.device_count())
+    record.install(place)
+    if place.launcher == "torchrun" and place.rank > 0:
+        _to_log(place)
+    return place
+
+
+def _to_log(place: Place) -> None:
+    """Under torchrun: standard output of ranks above 0 goes to a file; errors stay where torchrun shows them."""
+    folder = Path(".dtorch") / f"torchrun-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ['MASTER_PORT']}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = os.open(folder / f"rank{place.rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    os.dup2(log, 1)
+    os.close(log)
+
+
+def join_world() -> World:
+    """Join the world this process was started in, once; one process has nothing to join."""
+    world = here()
+    if world.joined:
+        return world
+    place = find()
+    join(place, device_type=accelerator())
+    world.comm = Comm(place.rank, place.world)
+    world.loop = Loop(world.comm)
+    world.joined = True
+    said = record.say if place.run_folder else None
+    watch.start(place, client, lambda: _status(world), fail=record.fail, say=said)
+    return world
+
+
+def _status(world: World) -> watch.Status:
+    waiting, step, count = world.comm.waiting, world.loop.steps, world.comm.count
+    exchange, since = waiting if waiting else (None, None)
+    return watch.Status(exchange=exchange, where=where.of_main_thread(), since=since, step=step, count=count)

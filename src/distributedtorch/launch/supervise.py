@@ -1,0 +1,310 @@
+"""The supervisor: starts the ranks, hosts the store they meet at, ends all of them together and names the first cause.
+
+It holds no model and takes part in no exchange. Everything it listens on is loopback. When a rank fails, the others
+have 1.5 s to end by themselves (they write their records), then SIGTERM, then SIGKILL at 3 s; on Ctrl-C, SIGTERM or
+SIGHUP the ranks get the same signal and 2 s. Data workers go with their rank. If the supervisor itself is killed, the
+kernel kills the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.launch import port as ports
+from distributedtorch.launch import ranks as processes
+from distributedtorch.launch import record, verdict
+from distributedtorch.launch import script as scripts
+from distributedtorch.launch.ranks import Rank
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SECONDS_TO_END, _SECONDS_TO_KILL = 1.5, 3.0
+_SECONDS_AFTER_SIGNAL = 2.0
+
+
+def supervise(
+    command: list[str], workers: int, *, plan: str | None, script: str | None, port: int | None = None
+) -> int:
+    """Run `command` in `workers` processes until all have ended, and return the exit code of the run.
+
+    Args:
+        command: What each rank executes, the interpreter first.
+        workers: How many ranks to start.
+        plan: Handed to the ranks as `DISTRIBUTEDTORCH_PLAN`; None leaves the environment as it is.
+        script: The Python file the command runs, looked at before anything starts; None: not looked at.
+        port: Where the ranks meet, on loopback; None takes a free one.
+
+    Raises:
+        LaunchError: Nothing was started: too few workers, a script that cannot take part, a port in use.
+    """
+    _refuse_platform(workers)
+    if workers < 1:
+        raise LaunchError(explain(f"{workers} workers given", "at least 1", "give --workers a number from 1 up"))
+    if script is not None:
+        scripts.check(script, workers)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(ports.listen(port))
+        folder = _run_folder()
+        job = stack.enter_context(_supervised(folder))
+        number = listener.getsockname()[1]
+        for rank in range(workers):
+            environ = processes.environment(rank, workers, number, folder, plan)
+            job.add(processes.start(rank, command, environ, folder))
+        store = _host(listener)  # after the start: ranks import torch meanwhile, and connect when this is ready
+        job.wait()
+        del store
+    return _conclude(job, workers)
+
+
+class _Job:
+    """The ranks of one run, and what is to be done about them next."""
+
+    def __init__(self, folder: Path, selector: selectors.BaseSelector) -> None:
+        self.folder, self.selector = folder, selector
+        self.ranks: list[Rank] = []
+        self.failed = False
+        self.unjoined: int | None = None
+        self.signal: int | None = None
+        self._due: list[tuple[float, int]] = []
+
+    def add(self, rank: Rank) -> None:
+        self.ranks.append(rank)
+        self.selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._ended(rank))
+
+    def wait(self) -> None:
+        """Return when every rank has ended."""
+        while any(rank.status is None for rank in self.ranks):
+            timeout = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
+            for key, _ in self.selector.select(timeout):
+                key.data()
+            while self._due and self._due[0][0] <= time.monotonic():
+                self._send(self._due.pop(0)[1])
+
+    def interrupt(self, number: int) -> None:
+        """A signal to the supervisor: hand it on; a second one ends all at once."""
+        if self.signal is not None:
+            self._send(signal.SIGKILL)
+            return
+        self.signal = number
+        self._send(number)
+        self._due = [(time.monotonic() + _SECONDS_AFTER_SIGNAL, signal.SIGKILL)]
+
+    def fail(self) -> None:
+        """A rank has failed: the others have a moment, then they are ended."""
+        self.failed = True
+        if not self._due:
+            now = time.monotonic()
+            self._due = [(now + _SECONDS_TO_END, signal.SIGTERM), (now + _SECONDS_TO_KILL, signal.SIGKILL)]
+
+    def hear(self, line: str) -> None:
+        """One line from a rank."""
+        word, _, text = line.partition(" ")
+        if word == "say":
+            _print(f"dtorch: {text}")
+        elif word == "raised":
+            self.fail()
+
+    def has_joined(self, rank: Rank) -> bool:
+        """Whether its script has called dt.distribute."""
+        return (self.folder / f"joined.{rank.number}").exists()
+
+    def clear(self) -> None:
+        for rank in self.ranks:
+            rank.clear()
+
+    def _ended(self, rank: Rank) -> None:
+        if rank.look() is None:
+            return
+        rank.ended = time.monotonic()
+        self.selector.unregister(rank.pidfd)
+        if rank.status == 0 and len(self.ranks) > 1 and not self.failed and not self.has_joined(rank):
+            self.unjoined = rank.number
+        if rank.status != 0 or self.unjoined is not None:
+            self.fail()
+
+    def _send(self, number: int) -> None:
+        for rank in self.ranks:
+            if rank.status is None:
+                rank.send(number)
+
+
+def _conclude(job: _Job, workers: int) -> int:
+    """Print what there is to say, tidy the run folder, and give the exit code."""
+    if job.signal is not None:
+        _print(f"dtorch: ended by {signal.Signals(job.signal).name}; logs: {job.folder}")
+        return 128 + job.signal
+    if job.unjoined is not None:
+        _print(f"dtorch: {_unjoined(job, workers)}\n  logs: {job.folder}")
+        return 2
+    if job.failed:
+        found = verdict.judge(job.ranks, job.folder)
+        _print(verdict.headline(found, job.folder))
+        return found.code
+    if all(rank.log is None or rank.log.stat().st_size == 0 for rank in job.ranks):
+        shutil.rmtree(job.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            job.folder.parent.rmdir()
+    return 0
+
+
+def _unjoined(job: _Job, workers: int) -> str:
+    took_part = [rank.number for rank in job.ranks if job.has_joined(rank)]
+    if not took_part:
+        return scripts.unjoined(workers)
+    return explain(
+        f"rank {job.unjoined} ended with code 0 before it called dt.distribute, which rank {took_part[0]} did",
+        "the same call in every process",
+        "move dt.distribute out of the branch that only some ranks take",
+    )
+
+
+def _run_folder() -> Path:
+    """`.dtorch/<UTC time>-<pid>` under the working folder, for this user only."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+    folder = Path.cwd() / ".dtorch" / f"{now}-{os.getpid()}"
+    try:
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        while folder.exists():  # one process may supervise twice within a second
+            folder = folder.with_name(folder.name + "-next")
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        given = f"{folder.parent} cannot be written: {error.strerror}"
+        raise LaunchError(explain(given, "a folder for logs", "start from a folder you may write to")) from None
+    return folder
+
+
+def _host(listener: socket.socket) -> Store:
+    """The store of the run, on the listening socket that is already bound to loopback."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    number = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+@contextlib.contextmanager
+def _supervised(folder: Path) -> Iterator[_Job]:
+    """A job with ears for signals and for its ranks; whatever happens, nothing of it is left running."""
+    with selectors.DefaultSelector() as selector:
+        job = _Job(folder, selector)
+        with _signals(selector, job.interrupt), _news(selector, folder, job.hear):
+            try:
+                yield job
+            finally:
+                job.clear()
+
+
+@contextlib.contextmanager
+def _signals(selector: selectors.BaseSelector, act: Callable[[int], None]) -> Iterator[None]:
+    """Signals as events of the selector. One that the starter of this process ignored (nohup) stays ignored."""
+    ear, mouth = socket.socketpair()
+    ear.setblocking(False)
+    mouth.setblocking(False)
+    before = {s: signal.getsignal(s) for s in _SIGNALS}
+    handled = {s: handler for s, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in handled:
+        signal.signal(number, lambda *_: None)
+    wakeup = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+
+    def hear() -> None:
+        for number in ear.recv(64):
+            if number in handled:
+                act(number)
+
+    selector.register(ear, selectors.EVENT_READ, hear)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+        ear.close()
+        mouth.close()
+
+
+@contextlib.contextmanager
+def _news(selector: selectors.BaseSelector, folder: Path, hear: Callable[[str], None]) -> Iterator[None]:
+    """The fifo on which ranks speak. A file system without fifos costs the news, not the run."""
+    path = folder / record.NEWS
+    try:
+        os.mkfifo(path, 0o600)
+        fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing too, so that it never ends
+    except OSError:
+        yield
+        return
+
+    def listen() -> None:
+        for line in os.read(fifo, 65536).decode(errors="replace").splitlines():
+            hear(line)
+
+    selector.register(fifo, selectors.EVENT_READ, listen)
+    try:
+        yield
+    finally:
+        os.close(fifo)
+        path.unlink(missing_ok=True)
+
+
+def _print(text: str) -> None:
+    """To stderr; a closed terminal must not stop the supervisor from ending the ranks."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _refuse_platform(workers: int) -> None:
+    if workers > 1 and not sys.platform.startswith("linux"):
+        given = f"{workers} workers given on {sys.platform}"
+        raise LaunchError(explain(given, "Linux for several processes", "run one process here, or start on Linux"))
+
+
+def restart(workers: int, plan: str | None) -> NoReturn:
+    """Run the command this process was started with `workers` times, then exit with the code of that run.
+
+    Raises:
+        LaunchError: There is no command to repeat, or this is not the process to repeat it from.
+    """
+    _refuse_platform(workers)
+    _refuse_unrepeatable(workers)
+    sys.stdout.flush()
+    code = supervise([sys.executable, *sys.orig_argv[1:]], workers, plan=plan, script=None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _refuse_unrepeatable(workers: int) -> None:
+    """Say why the command cannot be repeated, if it cannot."""
+    do = f"put the training into a function and call dt.launch(function, workers={workers}), or run it as a script"
+    if _in_notebook() or sys.flags.interactive or not _has_command():
+        given = f"workers={workers} given in an interactive Python, a notebook or a script read from stdin"
+        raise LaunchError(explain(given, "a command that can be run again", do))
+    if multiprocessing.parent_process() is not None or threading.current_thread() is not threading.main_thread():
+        given = f"workers={workers} given in a child process or thread of the script"
+        do = "call dt.distribute in the main process, below `if __name__ == '__main__':`"
+        raise LaunchError(explain(given, "the main thread of the process that the command started", do))
+
+
+def _has_command() -> bool:
+    """Whether running `sys.orig_argv` again runs the same program."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return "-c" in sys.orig_argv[1:] if file is None else Path(file).exists()  # "<stdin>" does not
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return shell is not None and shell() is not None

@@ -1,0 +1,117 @@
+"""Who failed first: from the records the ranks left and the statuses the supervisor saw, one cause and one exit code.
+
+Evidence, earliest first: an error raised that is not the consequence of another's end; a death by a signal that the
+supervisor did not send; an exit with a code. Where there is none, a rank that ended well while another still needed
+it left early. Times are monotonic, so they compare between the processes of one host.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributedtorch.launch.ranks import Rank
+from distributedtorch.launch.record import End, read, step_of
+
+_LINES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The first cause of a failed run."""
+
+    rank: int
+    time: float
+    """Monotonic."""
+    text: str
+    """What it did, after "rank R failed first: "."""
+    code: int
+    """What the run exits with; never 0."""
+    detail: str = ""
+    """The lines to print under it."""
+
+
+def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
+    """Name the first cause."""
+    ends = {rank.number: read(folder, rank.number) for rank in ranks}
+    causes = [cause for rank in ranks if (cause := _cause(rank, ends[rank.number], folder)) is not None]
+    if not causes and (early := _left_early(ranks, ends)) is not None:
+        return early
+    if not causes:  # every rank blames another: the earliest is the nearest to the cause
+        causes = [_raised(end, 1) for end in ends.values() if end is not None and end.kind == "raised"]
+    if not causes:
+        return Verdict(rank=0, time=0.0, text="ended without leaving a reason", code=1)
+    return min(causes, key=lambda cause: cause.time)
+
+
+def headline(verdict: Verdict, folder: Path) -> str:
+    """The block printed when a run fails."""
+    lines = [f"dtorch: rank {verdict.rank} failed first: {verdict.text}"]
+    lines += [f"  {line}" for line in verdict.detail.splitlines()]
+    return "\n".join([*lines, f"  logs: {folder}"])
+
+
+def _cause(rank: Rank, end: End | None, folder: Path) -> Verdict | None:
+    """What speaks for this rank being the first to fail, if anything."""
+    if end is not None and end.kind == "raised":
+        return None if end.consequence else _raised(end, rank.status or 0)
+    if not rank.status or rank.stopped:
+        return None
+    seen = rank.ended or 0.0
+    text = killed(-rank.status) if rank.status < 0 else f"exited with code {rank.status}"
+    if end is not None and end.kind == "exit" and end.code == rank.status:
+        text, seen = f"{text} at {end.where}", end.time
+    code = rank.status if rank.status > 0 else 128 - rank.status
+    step = step_of(folder, rank.number)
+    return Verdict(rank=rank.number, time=seen, text=text, code=code, detail=_step(step) + _tail(rank.log))
+
+
+def _raised(end: End, status: int) -> Verdict:
+    trace = "\n".join(end.traceback.splitlines()[-_LINES:])
+    code = status if status > 0 else 1
+    text = f"{end.type}: {end.message}" if end.message else end.type
+    at = f", {end.where}" if end.where else ""
+    return Verdict(rank=end.rank, time=end.time, text=text, code=code, detail=f"at step {end.step}{at}\n{trace}")
+
+
+def _left_early(ranks: Sequence[Rank], ends: dict[int, End | None]) -> Verdict | None:
+    """A rank that ended well while another still needed it."""
+    left = [rank for rank in ranks if rank.status == 0]
+    met = [end for end in ends.values() if end is not None and end.kind == "raised"]
+    if not left or len(left) == len(ranks):
+        return None
+    first = min(left, key=lambda rank: rank.ended or 0.0)
+    end = ends[first.number]
+    step = end.step if end is not None else 0
+    stayed = next(rank.number for rank in ranks if rank.status != 0)
+    other = met[0] if met else End(rank=stayed, kind="ended")
+    text = (
+        f"rank {first.number} left the loop after step {step} (its script ended with code 0) "
+        f"while rank {other.rank} went on to step {max(other.step, step + 1)}"
+    )
+    detail = f"rank {other.rank} waited at {other.where}\n" if other.where else ""
+    do = "do: give every rank the same number of steps, and let all of them break, return or exit together"
+    return Verdict(rank=first.number, time=first.ended or 0.0, text=text, code=1, detail=detail + do)
+
+
+def killed(number: int) -> str:
+    """A death by signal in words."""
+    name = signal.Signals(number).name if number in set(signal.Signals) else "a signal"
+    hint = ", often the out-of-memory killer" if number == signal.SIGKILL else ""
+    return f"was killed by {name} (signal {number}){hint}"
+
+
+def _step(step: int | None) -> str:
+    return f"at step {step}\n" if step is not None else "before it joined\n"
+
+
+def _tail(log: Path | None) -> str:
+    """The last lines of a rank's log, where it left no traceback."""
+    if log is None or not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = file.read().decode(errors="replace").splitlines()[-_LINES:]
+    return "\n".join(["its last lines:", *(f"  {line}" for line in lines)]) if lines else ""

@@ -1,0 +1,56 @@
+"""The one printed line: what was made of the request, and where each value came from."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from distributedtorch.core.plan import Plan
+from distributedtorch.core.world import World, accelerator
+from distributedtorch.data.loader import Loader
+
+
+def line(
+    plan: Plan,
+    origin: dict[str, str],
+    world: World,
+    loaders: list[Loader],
+    *,
+    batchnorms: int,
+    workers_from: str | None,
+) -> None:
+    """Print the line on rank 0's standard error."""
+    if world.rank == 0:
+        print(
+            f"distributedtorch: {' · '.join(parts(plan, origin, world, loaders, batchnorms))}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def parts(plan: Plan, origin: dict[str, str], world: World, loaders: list[Loader], batchnorms: int) -> list[str]:
+    """The line's parts, in order."""
+    said = [_workers(world), f"plan {_words(plan, origin)}"]
+    said += [f"batch {loader.note}" for loader in loaders]
+    said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
+    if world.size > 1:
+        said.append(f"{dist.get_backend()} on {accelerator()}")
+        divided = " (cores divided by workers)" if os.environ.get("DISTRIBUTEDTORCH_THREADS") == "divided" else ""
+        said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
+        folder = os.environ.get("DISTRIBUTEDTORCH_RUN")
+        said += [f"other ranks' output in {os.path.relpath(folder)}"] if folder else []
+    return said
+
+
+def _workers(world: World) -> str:
+    if world.size == 1:
+        return "1 process"
+    source = "dtorch" if os.environ.get("DISTRIBUTEDTORCH_RUN") else "torchrun"
+    return f"{world.size} workers ({os.environ.get('DISTRIBUTEDTORCH_WORKERS_SOURCE', source)})"
+
+
+def _words(plan: Plan, origin: dict[str, str]) -> str:
+    return ", ".join(f"{word} ({origin.get(word.name, 'default')})" for word in plan.words) or "ddp (default)"

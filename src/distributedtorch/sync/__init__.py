@@ -1,0 +1,1 @@
+"""How replicas agree: one file per published method."""

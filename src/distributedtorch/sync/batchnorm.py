@@ -1,0 +1,130 @@
+"""Synchronised batch normalisation, on any device: statistics of the global batch in every training forward.
+
+Ioffe & Szegedy 2015; statistics combined as in Chan, Golub & LeVeque 1979.
+
+Each rank holds nothing more. Travels per layer and step: 2C+1 numbers forward, 2C backward, to every rank.
+Used under every sync whose replicas step together; a rank without samples is masked out. Differentiating twice through
+it is refused. The module keeps its class, its parameters and its name.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.step import Loop
+
+_loop: list[Loop] = []
+
+
+def synchronise(model: nn.Module, loop: Loop) -> int:
+    """Make every batch normalisation of `model` use the global batch; returns how many there are."""
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    _loop[:] = [loop]
+    for module in found:
+        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    return len(found)
+
+
+def forward(self: _BatchNorm, input: Tensor) -> Tensor:
+    """The forward of a synchronised module: its own outside training."""
+    if not self.training:
+        return type(self).forward(self, input) if not isinstance(self, nn.SyncBatchNorm) else _evaluate(self, input)
+    if input.dim() < 2 or (input.dim() == 2 and isinstance(self, (nn.BatchNorm2d, nn.BatchNorm3d))):
+        self._check_input_dim(input)
+    output, mean, var, count = _Normalise.apply(input, self.weight, self.bias, self.eps, _loop[0])
+    if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+        _follow(self, mean, var, count)
+    return output  # type: ignore[no-any-return]
+
+
+def _evaluate(self: _BatchNorm, input: Tensor) -> Tensor:
+    return nn.functional.batch_norm(
+        input, self.running_mean, self.running_var, self.weight, self.bias, not self.track_running_stats, 0.0, self.eps
+    )
+
+
+def _follow(self: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    """Move the running statistics as one process would."""
+    assert self.running_mean is not None and self.running_var is not None
+    factor = self.momentum
+    if self.num_batches_tracked is not None:
+        self.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(self.num_batches_tracked)
+    assert factor is not None
+    with torch.no_grad():
+        unbiased = var * (count / (count - 1))
+        self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
+        self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        input, weight, bias, eps, loop = given
+        wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        dims = [d for d in range(wide.dim()) if d != 1]
+        shape = [1, -1] + [1] * (wide.dim() - 2)
+        mean, var, count = _global_moments(wide, dims, loop)
+        inverse = torch.rsqrt(var + eps)
+        ctx.save_for_backward(input, weight, mean, inverse, count)
+        ctx.loop, ctx.dims, ctx.shape = loop, dims, shape
+        ctx.mark_non_differentiable(mean, var, count)
+        gain = inverse if weight is None else inverse * weight
+        output = (wide - mean.view(shape)) * gain.view(shape)
+        if bias is not None:
+            output = output + bias.view(shape)
+        return output.to(input.dtype), mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(_TWICE)
+        input, weight, mean, inverse, count = ctx.saved_tensors
+        shape, dims, loop = ctx.shape, ctx.dims, ctx.loop
+        grad = grads[0].to(mean.dtype)
+        centred = input.to(mean.dtype) - mean.view(shape)
+        sum_grad, sum_product = grad.sum(dims), (grad * centred).sum(dims)
+        share = loop.share
+        both = loop.comm.exchange("batchnorm backward", torch.stack([sum_grad, sum_product]) * share).sum(dim=0)
+        gain = inverse if weight is None else inverse * weight
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            slope = (both[1] * inverse.square() / count).view(shape)
+            inner = grad * share - (both[0] / count).view(shape) - centred * slope
+            inner = inner / share if share else torch.zeros_like(inner)
+            to_input = (inner * gain.view(shape)).to(input.dtype)
+        to_weight = (sum_product * inverse).to(weight.dtype) if weight is not None else None
+        to_bias = sum_grad.to(weight.dtype) if weight is not None else None
+        return to_input, to_weight, to_bias, None, None
+
+
+def _global_moments(input: Tensor, dims: list[int], loop: Loop) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and count over the rows of all ranks that have any."""
+    channels = input.shape[1]
+    here = 0.0 if loop.idle else float(input.numel() // max(channels, 1))
+    mean = input.mean(dims)
+    deviations = (input - mean.view([1, -1] + [1] * (input.dim() - 2))).square().sum(dims)
+    parts = loop.comm.exchange("batchnorm forward", torch.cat([mean.new_tensor([here]), mean, deviations]))
+    counts = parts[:, :1]
+    means, squares = parts[:, 1 : channels + 1], parts[:, channels + 1 :]
+    count = counts.sum()
+    if float(count) <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+    active = counts > 0
+    mean = (torch.where(active, means, 0) * counts).sum(0) / count
+    spread = squares + counts * (means - mean).square()
+    return mean, torch.where(active, spread, 0).sum(0) / count, count
+
+
+_TWICE = explain(
+    "a second derivative through a synchronised BatchNorm (create_graph=True)",
+    "batch statistics of all ranks can be differentiated once",
+    "use LayerNorm, InstanceNorm or GroupNorm in a network under a gradient penalty",
+)

@@ -1,0 +1,179 @@
+"""Gradients into slabs as backward finishes them; buckets leave in order as they fill.
+
+Kept gradients (ddp, zero1): one slab per run of parameters holds them all, `p.grad` is a view of it.
+Passing gradients (zero2): a bucket's memory lives only while it travels; at most `_AHEAD` travel at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distributedtorch.core.bucket import Bucket, Slab, Slot
+from distributedtorch.core.comm import Pending
+from distributedtorch.core.errors import UsageError, explain
+
+_AHEAD = 2
+_TWICE = explain(
+    "a parameter got more of its gradient after that had been sent to the other ranks",
+    "one gradient per parameter and backward",
+    "use torch.utils.checkpoint with use_reentrant=False",
+)
+
+Send = Callable[[str, Tensor, Sequence[int], float], Pending]
+
+
+class Cell:
+    """One bucket's state during a backward."""
+
+    def __init__(self, slab: int, bucket: Bucket, name: str) -> None:
+        self.slab, self.bucket, self.name = slab, bucket, name
+        self.missing = len(bucket.slots)
+        self.buffer: Tensor | None = None
+        """The bucket's own memory, where gradients only pass through."""
+        self.pending: Pending | None = None
+
+    @property
+    def span(self) -> slice:
+        return slice(self.bucket.bounds[0], self.bucket.bounds[-1])
+
+
+class Collect:
+    """Takes gradients of `params` and sends full buckets by `send`."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        slabs: Sequence[Slab],
+        send: Send,
+        name: str,
+        *,
+        keep: bool,
+        arrived: Callable[[Cell], None] | None = None,
+    ) -> None:
+        self.params, self.slabs, self.send, self.keep = params, slabs, send, keep
+        self.arrived = arrived
+        self.where: dict[int, tuple[int, Slot]] = {s.index: (k, s) for k, slab in enumerate(slabs) for s in slab.slots}
+        self.flats = [slab.empty() for slab in slabs] if keep else []
+        self.views = [self._view(index) for index in range(len(params))] if keep else []
+        self.cells = [
+            Cell(k, bucket, f"{name}/{k}.{b}") for k, slab in enumerate(slabs) for b, bucket in enumerate(slab.buckets)
+        ]
+        self.of_param: list[list[Cell]] = [[] for _ in params]
+        for cell in self.cells:
+            for index in cell.bucket.slots:
+                self.of_param[index].append(cell)
+        self.filled = [False] * len(params)
+        """Whether a slab holds gradients of earlier batches of the window that `p.grad` does not show."""
+        self.next = 0
+        self.travelling: deque[Cell] = deque()
+        self.exchange, self.hide, self.held = True, False, False
+        self.scale = 1.0
+
+    def begin(self, *, exchange: bool, hide: bool) -> None:
+        """Make ready for a backward."""
+        self.exchange, self.hide, self.next, self.held = exchange, hide, 0, False
+        for cell in self.cells:
+            cell.missing = len(cell.bucket.slots)
+
+    def ready(self, index: int, *, again: bool) -> None:
+        """Take parameter `index`'s gradient, and send the buckets that are full now."""
+        param = self.params[index]
+        if again and any(cell.pending is not None for cell in self.of_param[index]):
+            raise UsageError(_TWICE)
+        if self.keep:
+            self._keep(index, param)
+        else:
+            self._pass(index, param, again=again)
+        if self.exchange and not again:
+            for cell in self.of_param[index]:
+                cell.missing -= 1
+            if not self.held:
+                self._launch_full()
+
+    def _keep(self, index: int, param: nn.Parameter) -> None:
+        grad, view = param.grad, self.views[index]
+        if grad is not view:
+            assert grad is not None
+            if self.filled[index]:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+        self.filled[index] = self.hide
+        param.grad = None if self.hide else view
+
+    def _pass(self, index: int, param: nn.Parameter, *, again: bool) -> None:
+        grad = param.grad
+        assert grad is not None
+        param.grad = None
+        slot = self.where[index][1]
+        flat = storage_order(grad, slot)
+        for cell in self.of_param[index]:
+            low = max(cell.span.start, slot.start)
+            high = min(cell.span.stop, slot.start + slot.numel)
+            there = self._memory(cell)[low - cell.span.start : high - cell.span.start]
+            here = flat[low - slot.start : high - slot.start]
+            there.add_(here) if again else there.copy_(here)
+
+    def _memory(self, cell: Cell) -> Tensor:
+        if cell.buffer is None:
+            slab = self.slabs[cell.slab]
+            cell.buffer = torch.zeros(cell.span.stop - cell.span.start, dtype=slab.dtype, device=slab.device)
+        return cell.buffer
+
+    def _launch_full(self) -> None:
+        while self.next < len(self.cells) and self.cells[self.next].missing == 0:
+            self._launch(self.cells[self.next])
+            self.next += 1
+
+    def launch_rest(self) -> None:
+        """Begin what waits for gradients that did not come: they count as zero."""
+        if self.keep:
+            for index, param in enumerate(self.params):
+                if param.grad is None and not self.filled[index]:
+                    self.views[index].zero_()
+        while self.next < len(self.cells):
+            self._launch(self.cells[self.next])
+            self.next += 1
+
+    def _launch(self, cell: Cell) -> None:
+        if self.keep:
+            flat, bounds = self.flats[cell.slab], cell.bucket.bounds
+        else:
+            while len(self.travelling) >= _AHEAD:
+                self._land(self.travelling.popleft())
+            flat, bounds = self._memory(cell), tuple(b - cell.span.start for b in cell.bucket.bounds)
+        cell.pending = self.send(cell.name, flat, bounds, self.scale)
+        self.travelling.append(cell)
+
+    def land(self) -> None:
+        """Wait until everything sent has arrived."""
+        while self.travelling:
+            self._land(self.travelling.popleft())
+
+    def _land(self, cell: Cell) -> None:
+        assert cell.pending is not None
+        cell.pending.wait()
+        cell.pending = None
+        if self.arrived is not None:
+            self.arrived(cell)
+        cell.buffer = None
+
+    def _view(self, index: int) -> Tensor:
+        slab, slot = self.where[index]
+        return slot.view(self.flats[slab])
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The memory kept between backwards."""
+        yield from self.flats
+
+
+def storage_order(grad: Tensor, slot: Slot) -> Tensor:
+    """The gradient's elements in the order its parameter has them in memory."""
+    if grad.stride() != slot.stride:
+        same = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device)
+        grad = same.copy_(grad)
+    return grad.as_strided((slot.numel,), (1,))

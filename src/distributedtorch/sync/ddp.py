@@ -1,0 +1,79 @@
+"""Distributed data parallel: every rank holds everything, gradients are averaged behind backward.
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+
+Each rank holds: parameters Psi, gradients Psi, optimizer state K x Psi.
+Travels per step and rank: 2 Psi (N-1)/N, the all-reduce of gradients.
+Use it when the model and its optimizer state fit every rank. Do not when they do not: zero1, zero2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributedtorch.core.bucket import lay_out
+from distributedtorch.core.comm import Comm
+from distributedtorch.core.plan import Traits
+from distributedtorch.core.step import Sync
+from distributedtorch.sync.collect import Collect
+
+TRAITS = Traits(lockstep=True, owns="none", places="rank")
+
+
+class Ddp(Sync):
+    """Replicas that average their gradients."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        names: list[str],
+        optimizer: torch.optim.Optimizer | None,
+        comm: Comm,
+        name: str,
+    ) -> None:
+        self.params, self.names, self.optimizer, self.scale = params, names, optimizer, 1.0
+        slabs = lay_out(params, comm.world, whole=False)
+        self.collect = Collect(params, slabs, comm.all_reduce, f"gradients/{name}", keep=True)
+
+    def begin(self, *, exchange: bool, hide: bool) -> None:
+        self.collect.begin(exchange=exchange, hide=hide)
+
+    def ready(self, index: int, *, again: bool) -> None:
+        self.collect.scale = self.scale
+        self.collect.ready(index, again=again)
+
+    def hold(self) -> None:
+        self.collect.held = True
+
+    def launch_rest(self) -> None:
+        self.collect.scale = self.scale
+        self.collect.launch_rest()
+
+    def finish(self, used: Sequence[bool]) -> None:
+        collect = self.collect
+        collect.land()
+        if collect.hide:
+            return
+        for index, param in enumerate(self.params):
+            if param.grad is None and (used[index] or collect.filled[index]):
+                param.grad = collect.views[index]
+        collect.filled = [False] * len(self.params)
+
+    def assigned(self) -> bool:
+        return any(p.grad is not None and p.grad is not v for p, v in zip(self.params, self.collect.views, strict=True))
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        return step()
+
+    def bytes_held(self) -> dict[str, int]:
+        states = self.optimizer.state.values() if self.optimizer else ()
+        tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+        return {
+            "parameters": sum(p.numel() * p.element_size() for p in self.params),
+            "gradients": sum(b.numel() * b.element_size() for b in self.collect.buffers()),
+            "optimizer": sum(t.numel() * t.element_size() for t in tensors),
+        }

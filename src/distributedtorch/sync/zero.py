@@ -1,0 +1,265 @@
+"""ZeRO stages 1 and 2: optimizer state (1) and gradients too (2) are divided over the ranks.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+
+Each rank holds: parameters Psi; gradients Psi (stage 1) or Psi/N and a few buckets (stage 2); optimizer state K Psi/N.
+Travels per step and rank: Psi (N-1)/N, the reduce-scatter of gradients, and Psi (N-1)/N, the gather of parameters.
+Stage 2 sends the gradients' half at every backward, stage 1 once per optimizer step under `accumulate`.
+
+The user's optimizer object makes the update on what this rank owns: pieces of flat memory for elementwise optimizers,
+whole parameters for all others. Use it when optimizer state is what does not fit. Do not when the model itself does
+not fit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distributedtorch.core.bucket import Slab, Slot, lay_out
+from distributedtorch.core.comm import Comm
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.plan import Traits
+from distributedtorch.core.step import Sync
+from distributedtorch.sync.collect import Cell, Collect
+from distributedtorch.sync.gradient import DividedGrad, Held
+from distributedtorch.sync.state import divide_state, gather_state
+
+TRAITS = Traits(lockstep=True, owns="flat", places="rank")
+
+
+class Zero(Sync):
+    """Replicas that divide the optimizer's work and state."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        names: list[str],
+        optimizer: torch.optim.Optimizer,
+        comm: Comm,
+        name: str,
+        *,
+        stage: int,
+        whole: bool,
+    ) -> None:
+        self.params, self.names, self.optimizer, self.comm, self.name = params, names, optimizer, comm, name
+        self.stage, self.whole, self.scale = stage, whole, 1.0
+        self.slabs = lay_out(params, comm.world, whole=whole)
+        self.flats = [_move_in(slab, params) for slab in self.slabs]
+        self.collect = Collect(
+            params, self.slabs, comm.reduce_scatter, f"gradients/{name}", keep=stage == 1, arrived=self._arrived
+        )
+        self.shards = [_shard(slab, comm.rank) for slab in self.slabs] if stage == 2 else []
+        self.eager = stage == 2
+        self.held = [self._held(slab, k, slot) for k, slab, slot in self._slots()]
+        self.held.sort(key=lambda held: held.slot.index)
+        self.content = [False] * len(params)
+        """Whether the pieces hold reduced gradients that a further backward adds to."""
+        self.kept: dict[int, Tensor] = {}
+        divide_state(optimizer, params, self.held, whole=whole)
+
+    def _slots(self) -> Iterator[tuple[int, Slab, Slot]]:
+        for k, slab in enumerate(self.slabs):
+            for slot in slab.slots:
+                yield k, slab, slot
+
+    def _held(self, slab: Slab, k: int, slot: Slot) -> Held:
+        rank, world = self.comm.rank, self.comm.world
+        low, high = slab.piece(slot, rank)
+        if self.stage == 1:
+            local = self.collect.flats[k][slot.start + low : slot.start + high]
+        else:
+            first = _own(slab, rank)[0]
+            local = self.shards[k][slot.start + low - first : slot.start + high - first]
+        bounds = [slab.piece(slot, r)[0] for r in range(world)] + [slab.piece(slot, world - 1)[1]]
+        return Held(slot, local, bounds, self.comm, self.names[slot.index])
+
+    # Around a backward.
+
+    def begin(self, *, exchange: bool, hide: bool) -> None:
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            if isinstance(grad, DividedGrad):
+                param.grad = None
+                self.content[index] = True
+            elif grad is None and not self.collect.hide:
+                self.content[index] = False
+            elif grad is not None:
+                self.held[index].local.copy_(self.held[index].mine(grad))
+                param.grad = None
+                self.content[index] = True
+        if self.stage == 1:
+            self._keep_aside()
+        self.collect.begin(exchange=exchange or self.stage == 2, hide=hide)
+
+    def _keep_aside(self) -> None:
+        """Stage 1: pieces lie in the memory the next gradients are collected in, so save those to be added to."""
+        self.kept = {index: self.held[index].local.clone() for index, has in enumerate(self.content) if has}
+
+    def ready(self, index: int, *, again: bool) -> None:
+        self.collect.scale = self.scale if self.stage == 1 else 1.0 / self.comm.world
+        self.collect.ready(index, again=again)
+
+    def hold(self) -> None:
+        self.collect.held = True
+
+    def launch_rest(self) -> None:
+        self.collect.scale = self.scale if self.stage == 1 else 1.0 / self.comm.world
+        self.collect.launch_rest()
+
+    def _arrived(self, cell: Cell) -> None:
+        """Stage 2: move this rank's part of a bucket into its shard."""
+        if self.stage == 1:
+            return
+        assert cell.buffer is not None
+        rank, start = self.comm.rank, cell.span.start
+        low, high = cell.bucket.bounds[rank], cell.bucket.bounds[rank + 1]
+        slab = self.slabs[cell.slab]
+        for index in cell.bucket.slots:
+            slot = self.collect.where[index][1]
+            a, b = max(low, slot.start), min(high, slot.start + slot.numel)
+            if a < b:
+                first = _own(slab, rank)[0]
+                shard = self.shards[cell.slab][a - first : b - first]
+                new = cell.buffer[a - start : b - start]
+                shard.add_(new) if self.content[index] else shard.copy_(new)
+
+    def finish(self, used: Sequence[bool]) -> None:
+        collect = self.collect
+        collect.land()
+        for index, aside in self.kept.items():
+            self.held[index].local.add_(aside)
+        self.kept = {}
+        shown = [flag or has or more for flag, has, more in zip(used, self.content, collect.filled, strict=True)]
+        if collect.hide:
+            self.content = shown if self.stage == 2 else self.content
+            return
+        self._show(shown)
+
+    def _show(self, shown: list[bool]) -> None:
+        if self.stage == 2 and self.scale * self.comm.world != 1.0:
+            for shard in self.shards:
+                shard.mul_(self.scale * self.comm.world)
+        self.collect.filled = [False] * len(self.params)
+        squares = torch.stack([held.local.double().square().sum() for held in self.held])
+        if self.comm.world > 1:
+            squares = self.comm.exchange(f"norms/{self.name}", squares).sum(dim=0)
+        for param, held, square, show in zip(self.params, self.held, squares.unbind(), shown, strict=True):
+            held.square = square
+            param.grad = DividedGrad(held) if show else None
+
+    # The update.
+
+    def assigned(self) -> bool:
+        return any(p.grad is not None and not isinstance(p.grad, DividedGrad) for p in self.params)
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        mine = self._pieces()
+        theirs, state = [group["params"] for group in groups], optimizer.state
+        place = {id(param): index for index, param in enumerate(self.params)}
+        swapped: defaultdict[Tensor, Any] = defaultdict(dict)
+        swapped.update({mine[i]: state[p] for i, p in enumerate(self.params) if i in mine and p in state})
+        try:
+            for group, params in zip(groups, theirs, strict=True):
+                group["params"] = [mine[place[id(p)]] for p in params if place.get(id(p)) in mine]
+            optimizer.state = swapped
+            result = step()
+        finally:
+            for group, params in zip(groups, theirs, strict=True):
+                group["params"] = params
+            self._put_back(mine, swapped, state)
+        self._gather()
+        return result
+
+    def _put_back(self, mine: dict[int, Tensor], swapped: dict[Tensor, Any], state: Any) -> None:
+        for index, piece in mine.items():
+            if piece in swapped:
+                state[self.params[index]] = swapped[piece]
+            if piece is not self.params[index]:
+                piece.grad = None
+            else:
+                piece.grad = DividedGrad(self.held[index])
+        self.optimizer.state = state
+
+    def _pieces(self) -> dict[int, Tensor]:
+        """What this rank updates, with gradients: views of the parameters' memory, or whole parameters."""
+        out: dict[int, Tensor] = {}
+        for k, _slab, slot in self._slots():
+            param, held = self.params[slot.index], self.held[slot.index]
+            low, high = held.bounds[self.comm.rank], held.bounds[self.comm.rank + 1]
+            if param.data_ptr() != self.flats[k][slot.start :].data_ptr() and slot.numel:
+                raise UsageError(_moved(self.names[slot.index]))
+            if low == high or param.grad is None:
+                continue
+            local = held.local if isinstance(param.grad, DividedGrad) else held.mine(param.grad)
+            if self.whole:
+                param.grad = local.as_strided(slot.shape, slot.stride)
+                out[slot.index] = param
+            else:
+                piece = self.flats[k][slot.start + low : slot.start + high]
+                piece.grad = local
+                out[slot.index] = piece
+        return out
+
+    def _gather(self) -> None:
+        waits = []
+        for k, slab in enumerate(self.slabs):
+            for b, bucket in enumerate(slab.buckets):
+                name = f"parameters/{self.name}/{k}.{b}"
+                waits.append(self.comm.all_gather(name, self.flats[k], bucket.bounds))
+        for pending in waits:
+            pending.wait()
+        torch.autograd.graph.increment_version(self.params)
+
+    def whole_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state as one process would hold it. A group call."""
+        whole: dict[Tensor, dict[str, Any]] = defaultdict(dict, self.optimizer.state)
+        for param, state in gather_state(self.optimizer, self.params, self.held, self.comm, whole=self.whole).items():
+            whole[param] = state
+        return whole
+
+    def take_state(self) -> None:
+        """Keep of a whole state just loaded what this rank owns."""
+        divide_state(self.optimizer, self.params, self.held, whole=self.whole)
+
+    def bytes_held(self) -> dict[str, int]:
+        tensors = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        grads = [*self.collect.buffers(), *self.shards]
+        return {
+            "parameters": sum(p.numel() * p.element_size() for p in self.params),
+            "gradients": sum(b.numel() * b.element_size() for b in grads),
+            "optimizer": sum(t.numel() * t.element_size() for t in tensors),
+        }
+
+
+def _own(slab: Slab, rank: int) -> tuple[int, int]:
+    """First element and number of elements `rank` owns of a slab."""
+    return slab.bounds[rank], slab.bounds[rank + 1] - slab.bounds[rank]
+
+
+def _shard(slab: Slab, rank: int) -> Tensor:
+    return torch.zeros(_own(slab, rank)[1], dtype=slab.dtype, device=slab.device)
+
+
+def _move_in(slab: Slab, params: Sequence[nn.Parameter]) -> Tensor:
+    """Move parameters into one flat memory; they stay the same objects with the same shapes and strides."""
+    flat = slab.empty()
+    for slot in slab.slots:
+        param = params[slot.index]
+        view = slot.view(flat)
+        view.copy_(param.detach())
+        param.data = view
+    return flat
+
+
+def _moved(name: str) -> str:
+    return explain(
+        f"parameter {name!r} was given other memory after dt.distribute (model.to, p.data = ...)",
+        "parameters that stay where distribute put them",
+        "move or convert the model before dt.distribute; change values in place (p.data.copy_)",
+    )

@@ -1,0 +1,112 @@
+"""What a script may ask or say about the run: numbers, sums over ranks, the weight of a loss."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.step import Rows
+from distributedtorch.core.world import accelerator, here
+from distributedtorch.launch.start import join_world
+
+Number = TypeVar("Number", int, float, Tensor)
+
+
+def rank() -> int:
+    """This process's number, from 0."""
+    return here().rank
+
+
+def world() -> int:
+    """How many processes take part."""
+    return here().size
+
+
+def is_main() -> bool:
+    """Whether this is rank 0."""
+    return here().rank == 0
+
+
+def device() -> torch.device:
+    """The device this rank computes on."""
+    kind = accelerator()
+    return (
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, here().local_rank % torch.accelerator.device_count())
+    )
+
+
+def print(*values: Any, **kwargs: Any) -> None:
+    """`print` on rank 0 only."""
+    if is_main():
+        builtins.print(*values, **kwargs)
+
+
+def barrier() -> None:
+    """Return when every rank has come here."""
+    join_world()
+    here().comm.barrier()
+
+
+def total(x: Number) -> Number:
+    """The sum of `x` over ranks."""
+    return _over_ranks(x, 1.0, 1.0, "total")
+
+
+def mean(x: Number) -> Number:
+    """The mean of `x` over the global batch: ranks count by the rows they had in the present batch."""
+    rows = here().loop.rows
+    if rows is None:
+        return _over_ranks(x, 1.0, float(here().size), "mean")
+    return _over_ranks(x, rows.mine, rows.everywhere, "mean")
+
+
+def _over_ranks(x: Number, factor: float, divisor: float, name: str) -> Number:
+    comm = here().comm
+    if comm.world == 1:
+        return x
+    value = x.detach().double() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
+    value = value * factor if factor else torch.zeros_like(value)
+    result = comm.exchange(name, value).sum(dim=0) / divisor
+    if isinstance(x, Tensor):
+        return result.to(x.dtype)
+    return type(x)(result.item())
+
+
+def weight(loss: Tensor, n: float | Tensor) -> Tensor:
+    """Say that `loss` is a mean over `n` units (tokens) on this rank, so that the global mean is exact."""
+    loop, comm = here().loop, here().comm
+    units = float(n)
+    if units < 0 or loss.numel() != 1:
+        given = f"dt.weight of a loss of shape {tuple(loss.shape)} with n={units:g}"
+        raise UsageError(explain(given, "one number and n >= 0", "take the mean first; pass the number of units"))
+    everywhere = (
+        float(comm.exchange("weight", torch.tensor(units, dtype=torch.float64)).sum()) if comm.world > 1 else units
+    )
+    if everywhere == 0:
+        raise UsageError(
+            explain("dt.weight with n=0 on every rank", "some unit on some rank", "skip the batch on all ranks")
+        )
+    batch, last = (loop.rows.batch, loop.rows.last) if loop.rows else (-1, False)
+    loop.explicit = Rows(mine=units, everywhere=everywhere, batch=batch, last=last)
+    if comm.world == 1:
+        return loss
+    return loss * (units * comm.world / everywhere) if units else loss.nan_to_num(0.0) * 0.0
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """Rank 0 runs the block first, then the others: for downloads and caches."""
+    join_world()
+    if not is_main():
+        here().comm.barrier("main first")
+    yield
+    if is_main():
+        here().comm.barrier("main first")

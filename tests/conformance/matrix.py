@@ -1,0 +1,82 @@
+"""Runs the equality matrix: processes are started once per world size and take all its cases.
+
+`python -m tests.conformance.matrix` runs all of it (`make matrix`); the tests run a covering subset.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conformance import cases as c
+
+ROOT = Path(__file__).parents[2]
+LIMIT = {"float64": 1e-9}
+
+
+def write_truths(trainings: list[c.Training], folder: Path) -> None:
+    """Train each in this one process, untouched, and keep the weights; float32 also with rows reversed."""
+    torch.set_num_threads(1)
+    for training in trainings:
+        for order in ("given", "reversed") if training.dtype == "float32" else ("given",):
+            state = {k: v.clone().contiguous() for k, v in c.truth(training, order).state_dict().items()}
+            save_file(state, folder / f"{training.name}-{order}.safetensors")
+
+
+def run_world(world: int, chosen: list[c.Case], folder: Path, timeout: float = 600) -> list[dict[str, object]]:
+    """Train `chosen` in one pool of `world` processes; a result row per case."""
+    todo, done = folder / f"todo{world}.json", folder / f"done{world}.jsonl"
+    todo.write_text(json.dumps([asdict(case) for case in chosen]))
+    environ = {**os.environ, "DISTRIBUTEDTORCH_BUCKET_BYTES": str(c.BUCKET_BYTES), "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world)]
+    command += ["-m", "tests.conformance.pool", str(todo), str(done)]
+    ended = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [json.loads(row) for row in done.read_text().splitlines()]
+
+
+def judge(row: dict[str, object], case: c.Case, folder: Path) -> str:
+    """Empty when a result is within its bound, else the fault."""
+    limit = LIMIT.get(case.training.dtype)
+    if limit is None:
+        given, other = (load_file(folder / f"{case.training.name}-{o}.safetensors") for o in ("given", "reversed"))
+        limit = max(4 * c.difference(given, other)[0], 1e-6)
+    gap = float(str(row["difference"]))
+    return "" if gap <= limit else f"{row['parameter']} differs by {gap:.2e} > {limit:.2e}"
+
+
+def main() -> int:
+    trainings = [*c.all_trainings(), *c.all_trainings("float32")]
+    faults, total, worst = [], 0, {"float64": 0.0, "float32": 0.0}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_truths(trainings, folder)
+        for world in c.WORLDS:
+            chosen = [c.Case(training, plan, world) for training in trainings for plan in c.PLANS]
+            rows = run_world(world, chosen, folder, timeout=7200)
+            assert len(rows) == len(chosen)
+            for row, case in zip(rows, chosen, strict=True):
+                total += 1
+                worst[case.training.dtype] = max(worst[case.training.dtype], float(str(row["difference"])))
+                fault = judge(row, case, folder)
+                if fault:
+                    faults.append(f"{case.plan} world {world} {case.training.name}: {fault}")
+            print(f"world {world}: {len(rows)} cases, {len(faults)} faults so far", flush=True)
+    print("\n".join(faults))
+    print(f"{total} cases, {len(faults)} faults; largest difference {worst}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""What each process of a pool runs: one case after the other, each compared to its truth."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import distributedtorch as dt
+from distributedtorch.core.world import here
+from distributedtorch.distribute import release
+from tests.conformance import cases as c
+
+
+def main(todo: Path, done: Path) -> None:
+    torch.set_num_threads(1)
+    for row in json.loads(todo.read_text()):
+        case = c.Case(c.Training(**row["training"]), row["plan"], row["world"])
+        model = c.train(case.training, partial(dt.distribute, plan=c.plan_of(case)))
+        gap, where = c.difference(
+            load_file(todo.parent / f"{case.training.name}-given.safetensors"), model.state_dict()
+        )
+        buckets = [len(m.sync.collect.cells) for m in here().loop.members]  # type: ignore[attr-defined]
+        if dt.is_main():
+            with done.open("a") as file:
+                print(json.dumps({"difference": gap, "parameter": where, "buckets": buckets}), file=file)
+        release()
+
+
+if __name__ == "__main__":
+    dt.barrier()
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

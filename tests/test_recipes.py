@@ -1,0 +1,84 @@
+"""The menu, the pairs made from it, the page, and `dtorch plan`."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from distributedtorch import recipes
+from distributedtorch.core.plan import Plan
+from distributedtorch.core.words import WORDS
+
+ROOT = Path(__file__).parents[1]
+
+
+def dtorch_plan(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    recipes.add_arguments(parser)
+    return recipes.run(parser.parse_args(arguments))
+
+
+@pytest.fixture(autouse=True)
+def _no_plan_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISTRIBUTEDTORCH_PLAN", raising=False)
+
+
+def test_traits_are_stated_once() -> None:
+    """By the menu for what is built, by the vocabulary for what is only planned."""
+    for name, row in WORDS.items():
+        assert (name in recipes.MENU) == (row.planned is None), name
+
+
+def test_pairs_are_complete() -> None:
+    assert [pair[:2] for pair in recipes.pairs()] == list(combinations(WORDS, 2))
+    allowed = ("works (", "refused: ", "not built yet")
+    assert all(verdict.startswith(allowed) for _, _, verdict in recipes.pairs())
+
+
+def test_pairs_agree_with_check() -> None:
+    """A pair that works is accepted; one that is refused, or not built, is not."""
+    for left, right, verdict in recipes.pairs():
+        plan = Plan.parse(f"{WORDS[left].example},{WORDS[right].example}")
+        found = plan.faults()
+        assert verdict.startswith("works") == (not found), (left, right, found)
+        reason = verdict.removeprefix("refused: ")
+        assert not verdict.startswith("refused") or any(reason in fault for fault in found)
+
+
+@pytest.mark.parametrize("pair", [("ddp", "zero1"), ("bf16", "fp16"), ("share", "ddp"), ("zero1", "wire=topk")])
+def test_refused_pairs(pair: tuple[str, str]) -> None:
+    verdict = next(verdict for left, right, verdict in recipes.pairs() if {left, right} == set(pair))
+    assert verdict.startswith("refused: ")
+
+
+def test_named_pair_test_exists() -> None:
+    assert recipes.PAIR_TEST is None or (ROOT / recipes.PAIR_TEST.split("::")[0]).exists()
+
+
+def test_page_is_up_to_date() -> None:
+    stored = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
+    assert stored == recipes.page(), "run: python -m distributedtorch.recipes > docs/plans.md"
+
+
+def test_command_shows_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dtorch_plan(" clip=1,zero2, accumulate=4", "--workers", "4") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("plan: zero2,accumulate=4,clip=1.0\n")
+    assert recipes.MENU["zero2"].holds in shown and recipes.MENU["zero2"].travels in shown
+    assert "N = 4 ranks, so (N-1)/N = 0.75" in shown and "k = 4" in shown
+
+
+def test_command_merges_the_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTRIBUTEDTORCH_PLAN", "zero1,clip=2")
+    assert dtorch_plan("clip=1") == 0
+    assert "from: zero1 (DISTRIBUTEDTORCH_PLAN), clip=1.0 (command line)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["ddp,,", "ddp,zero1,acumulate=2", "zero3"])
+def test_command_lists_faults(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dtorch_plan(text, "--workers", "2") == 2
+    shown = capsys.readouterr()
+    assert not shown.out and "needed:" in shown.err and "do:" in shown.err
