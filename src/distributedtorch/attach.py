@@ -74,6 +74,7 @@ def _through(
         member.calls += 1
         if not member.closing:
             return loss
+        loop.flush(member)
         _refuse_thawed(frozen)
         if clip is not None:
             shown = [p for p in member.sync.params if p.grad is not None]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from distributedtorch.core.errors import DistributedTorchError
 from distributedtorch.launch.supervise import supervise
+from distributedtorch.verify import measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,5 +65,8 @@ def check_plan(plan: str | None, workers: int) -> None:
 
 COMMANDS: dict[str, Command] = {
     "run": Command(help="run a script in several processes", add_arguments=_run_arguments, act=_run),
+    "verify": Command(
+        help="measure that a plan gives the result of one process", add_arguments=measure.add_arguments, act=measure.act
+    ),
 }
 """Every subcommand; a new one is one row here."""

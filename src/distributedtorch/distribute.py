@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distributedtorch import attach, inspect, recipes, report
+from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.core.plan import Plan, resolve, sources
-from distributedtorch.core.step import Rows
 from distributedtorch.core.world import World, here
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.loader import Loader, divide
@@ -108,6 +108,7 @@ def _remember(plan: Plan, given: inspect.Given) -> None:
 
 def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, origin: dict[str, str], world: World) -> Any:
     loop, comm = world.loop, world.comm
+    loop.batches.models += given.models
     many = world.size > 1
     if RUN.stream is None and many:
         RUN.stream = _one_stream(world)
@@ -148,10 +149,9 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
     def on_batch(share: Share, batch: Any) -> None:
         total = _length(divided)
         last = total is not None and divided.cursor.batch >= total
-        world.loop.arrived(
-            id(divided), Rows(mine=share.rows, everywhere=share.rows_global, batch=share.batch, last=last)
-        )
-        verify_record.arrived(share, batch)
+        rows = Rows(mine=share.rows, everywhere=share.rows_global, batch=share.batch, last=last, source=id(divided))
+        world.loop.batches.arrived(rows, batch)
+        verify_record.arrived(rows, batch)
 
     divided = divide(
         loader,

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.core.step import Rows
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.launch.start import join_world
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")
 ROWS, BATCH, WINDOW = 50, 7, 3  # 8 batches an epoch, the last of one row
 PLANS, WORLDS = ("ddp", "zero1", "zero2"), (1, 2, 3, 4)
 OPTIMIZERS, MODELS = ("sgd", "adamw", "adafactor"), ("cnn", "tied", "heads")
@@ -72,7 +74,7 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         tokens = (x[:, :13].abs() * 10).long() % 31
-        mask = nn.Transformer.generate_square_subsequent_mask(12, dtype=x.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(12, x.device, x.dtype)
         logits = self.out(self.block(self.embed(tokens[:, :-1]), src_mask=mask, is_causal=True))
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -88,7 +90,7 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         trunk = self.trunk(x)
-        out = torch.zeros(len(x), 3, dtype=x.dtype)
+        out = x.new_zeros(len(x), 3)
         for number, head in enumerate(self.heads):
             mine = (y // 7) % 4 == number
             if mine.any():
@@ -98,14 +100,14 @@ class Heads(nn.Module):
 
 def data(dtype: torch.dtype) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
-    x = torch.randn(ROWS, 64, generator=generator, dtype=torch.float64).to(dtype)
-    return TensorDataset(x, torch.randint(0, 20, (ROWS,), generator=generator))
+    x = torch.randn(ROWS, 64, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+    return TensorDataset(x, torch.randint(0, 20, (ROWS,), generator=generator).to(DEVICE))
 
 
 def make(training: Training) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
     dtype = getattr(torch, training.dtype)
     torch.manual_seed(3)
-    model = {"cnn": Cnn, "tied": Tied, "heads": Heads}[training.model]().to(dtype)
+    model = {"cnn": Cnn, "tied": Tied, "heads": Heads}[training.model]().to(DEVICE, dtype)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = {
@@ -178,7 +180,9 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float,
     """The largest relative difference of a parameter or buffer, and its name."""
     worst, where = 0.0, ""
     for name, value in one.items():
-        gap = float((other[name].double() - value.double()).norm() / value.double().norm().clamp_min(1e-12))
+        gap = float(
+            (other[name].cpu().double() - value.cpu().double()).norm() / value.cpu().double().norm().clamp_min(1e-12)
+        )
         if not gap <= worst:
             worst, where = gap, name
     return worst, where

@@ -74,6 +74,7 @@ class Comm:
         self._counts: dict[str, int] = defaultdict(int)
         self._jobs: queue.SimpleQueue[tuple[Pending, Callable[[], None]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._free: dict[tuple[int, torch.dtype, torch.device | None], list[Tensor]] = defaultdict(list)
 
     # The exchanges a part asks for.
 
@@ -178,7 +179,8 @@ class Comm:
             self._hand_over(pending, lambda: _wait_all(receives + sends))
             return
         self._count(pending.kind, (total - own + (own * (self.world - 1) if gather else 0)) * size)
-        parts = {k: torch.empty(own, dtype=flat.dtype) for k in self._others()} if own else {}
+        parts = {k: self.borrow(own, flat.dtype) for k in self._others()} if own else {}
+        received = list(parts.values())
         receives = [(dist.irecv(part, k, tag=tag), k) for k, part in parts.items()]
         sends = [
             (dist.isend(flat[bounds[k] : bounds[k + 1]], k, tag=tag), k)
@@ -191,6 +193,7 @@ class Comm:
             if own:
                 parts[self.rank] = flat[mine]
                 _sum_in_order([parts[k] for k in range(self.world)], flat[mine], scale)
+                self.give_back(received)
             _wait_all(sends)
             if gather:
                 later = self._gather_posts(flat, bounds, tag)
@@ -226,6 +229,16 @@ class Comm:
         pending.tail.append(lambda: _wait_all(works))
         pending.done.set()
         return pending
+
+    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Memory for a while: used again rather than asked of the system anew (which costs as much as a copy)."""
+        free = self._free[numel, dtype, device]
+        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+
+    def give_back(self, tensors: list[Tensor], device: torch.device | None = None) -> None:
+        """Return borrowed memory."""
+        for tensor in tensors:
+            self._free[tensor.numel(), tensor.dtype, device].append(tensor)
 
     def _hand_over(self, pending: Pending, finish: Callable[[], None]) -> None:
         if self._thread is None:

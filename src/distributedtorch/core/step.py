@@ -14,28 +14,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from distributedtorch.core.batches import Batches, Rows
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.loss import kept_units
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """How many rows (or units) a loss is the mean of, here and everywhere."""
-
-    mine: float
-    everywhere: float
-    batch: int = -1
-    """Number of the global batch in the run; -1 when no loader told."""
-    last: bool = False
-    """Whether it is the last batch of its epoch."""
+from distributedtorch.core.window import StandIn, Window
 
 
 class Sync(ABC):
@@ -45,6 +34,12 @@ class Sync(ABC):
     names: list[str]
     eager: bool = False
     """Whether it exchanges at every backward, also inside a window of several batches."""
+
+    @property
+    @abstractmethod
+    def filled(self) -> list[bool]:
+        """Which parameters have gradients of earlier backwards that were not exchanged and are not shown."""
+
     scale: float
     """What the sum over ranks is multiplied by, set by the loop before the first `ready` of a backward."""
 
@@ -69,6 +64,10 @@ class Sync(ABC):
         """Complete the exchanges; `used[i]`: some rank has a gradient for parameter i."""
 
     @abstractmethod
+    def wipe(self, index: int) -> None:
+        """Make parameter `index`'s gradient that was not exchanged yet zero."""
+
+    @abstractmethod
     def assigned(self) -> bool:
         """Whether some `p.grad` is a tensor the user put there."""
 
@@ -90,8 +89,6 @@ class Member:
         self.touched = False
         self.touched_since_step = False
         self.seen = [False] * len(sync.params)
-        self.earlier = list(self.seen)
-        """Which parameters got a gradient in earlier batches of the present window."""
         self.calls = 0
         """Times the user called `step` in the present window."""
         self.units: list[float] = []
@@ -99,13 +96,14 @@ class Member:
         self.weight = 1.0
         self.closing = True
         """Whether the present batch ends the window, so that `step` is to act."""
+        self.exchanging = True
+        """Whether the present backward exchanges."""
+        self.window = Window()
         self.hooks: list[RemovableHandle] = []
 
     def used(self) -> list[bool]:
-        """Which parameters got a gradient in this window on this rank."""
-        if self.accumulate == 1:
-            return self.seen
-        return [a or b for a, b in zip(self.seen, self.earlier, strict=True)]
+        """Which parameters got a gradient on this rank that is still to be exchanged."""
+        return [a or b for a, b in zip(self.seen, self.sync.filled, strict=True)]
 
 
 class Loop:
@@ -118,9 +116,8 @@ class Loop:
         """How much this rank's gradient counts in the present backward, 1 where all ranks have equal rows."""
         self.present_units = 1.0
         self._own_hooks = 0
-        self._handed: dict[int, tuple[int, Rows]] = {}
         self.members: list[Member] = []
-        self.rows: Rows | None = None
+        self.batches = Batches()
         self.explicit: Rows | None = None
         """Set by `dt.weight`: the loss is weighted already, parameters must not be again."""
         self.depth = 0
@@ -128,30 +125,30 @@ class Loop:
         self.backwards = 0
         self.observers: list[Callable[[Sequence[Tensor], Rows | None], None]] = []
         """Called with the roots of every backward (verify listens here)."""
-        self.after_backward: list[Callable[[], None]] = []
-        """Called when a backward's gradients are in place."""
+        self.after_exchange: list[Callable[[Sequence[Member]], None]] = []
+        """Called when global gradients are in place, before anything (clipping) changes them."""
         self.after_step: list[Callable[[Member], None]] = []
         """Called when an optimizer has stepped and all ranks agree."""
         self._original: Callable[..., None] | None = None
-
-    def arrived(self, source: int, rows: Rows) -> None:
-        """A loader hands out a batch."""
-        self.rows = rows
-        count, _ = self._handed.get(source, (0, rows))
-        self._handed[source] = (count + 1, rows)
 
     def stepped(self, member: Member) -> None:
         """An optimizer has stepped: its window is over."""
         self.steps += 1
         member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
+        member.seen = [False] * len(member.seen)
+        member.window.stepped()
         for observe in self.after_step:
             observe(member)
-        member.seen = member.earlier = [False] * len(member.seen)
 
     @property
     def idle(self) -> bool:
         """Whether this rank has no rows of its own in the present batch."""
         return self.rows is not None and self.rows.mine == 0
+
+    @property
+    def rows(self) -> Rows | None:
+        """The batch in use."""
+        return self.batches.present
 
     # Attaching.
 
@@ -171,7 +168,7 @@ class Loop:
         for member in self.members:
             for hook in member.hooks:
                 hook.remove()
-        self.members, self.rows, self.explicit, self._own_hooks = [], None, None, 0
+        self.members, self.batches, self.explicit, self._own_hooks = [], Batches(), None, 0
         if self._original is not None:
             torch.autograd.backward, self._original = self._original, None
 
@@ -199,9 +196,17 @@ class Loop:
         self._own_hooks = 1
 
         for member in self.members:
-            weigh = _weigher(member)
+            weigh = self._weigher(member)
             for param in member.sync.params:
                 member.hooks.append(param.register_hook(weigh))
+
+    def _weigher(self, member: Member) -> Callable[[Tensor], Tensor | None]:
+        def weigh(grad: Tensor) -> Tensor | None:
+            if member.weight == 1.0 or not self.depth:  # torch.autograd.grad stays as it is
+                return None
+            return grad * member.weight if member.weight else torch.zeros_like(grad)
+
+        return weigh
 
     # Around a backward.
 
@@ -229,8 +234,7 @@ class Loop:
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
         self.backwards += 1
-        rows = self.explicit or self.rows
-        self._one_share()
+        rows = self.explicit or self.batches.settle()
         self.kept = None if self.explicit else kept_units(roots, self.comm.world)
         for observe in self.observers:
             observe(roots, rows)
@@ -239,28 +243,16 @@ class Loop:
         self.present_units = rows.everywhere if rows else 1.0
         for member in self.members:
             member.touched = False
-            member.earlier = member.used()
             member.seen = [False] * len(member.seen)
             member.closing = member.calls + 1 >= member.accumulate or bool(rows and rows.last)
             member.weight = share * self.present_units / member.units[0] if member.units else share
-            member.sync.begin(exchange=member.closing, hide=not member.closing)
+            self._stand_down(member)
+            member.window.begin()
+            member.exchanging = member.closing and not (self._learns(member) and member.window.defers)
+            member.window.open = member.window.open or not member.exchanging
+            member.sync.begin(exchange=member.exchanging, hide=not member.exchanging)
         if any(member.weight != 1.0 for member in self.members):
             self._weigh_parameters()
-
-    def _one_share(self) -> None:
-        """Refuse a loss over batches of two loaders whose rows are divided differently."""
-        handed, self._handed = self._handed, {}
-        together = [rows for count, rows in handed.values() if count == 1]
-        shares = {rows.mine / rows.everywhere for rows in together}
-        if self.explicit is None and len(together) > 1 and len(shares) > 1:
-            said = " and ".join(f"{rows.mine:g} of {rows.everywhere:g} rows" for rows in together)
-            raise UsageError(
-                explain(
-                    f"one loss over batches of {len(together)} loaders of which this rank has {said}",
-                    "one share per loss, to weigh it exactly",
-                    "use batch sizes that the number of workers divides and drop_last=True, or dt.weight each loss",
-                )
-            )
 
     def _touch(self, member: Member) -> None:
         """The first gradient of this backward for this member: its window grows by the present batch."""
@@ -271,13 +263,71 @@ class Loop:
         member.sync.scale = window / self.comm.world
 
     def _end(self) -> None:
-        exchanging = [m for m in self.members if m.closing or m.sync.eager]
+        exchanging = [m for m in self.members if m.exchanging or m.sync.eager]
         if any(m.touched for m in exchanging):
             self._exchange(exchanging)
         for member in self.members:
             if member.touched and member not in exchanging:
                 member.sync.finish(member.used())
+            if self._learns(member) and (member.window.defers or member.window.probes):
+                self._stand_in(member)
         self.explicit = None
+
+    # Windows of several backwards made by hand.
+
+    def _learns(self, member: Member) -> bool:
+        return member.accumulate == 1 and not member.sync.eager and self.comm.world > 1
+
+    def _stand_in(self, member: Member) -> None:
+        """Show stand-ins that tell when they are used."""
+        filled = member.sync.filled
+        for index, param in enumerate(member.sync.params):
+            if filled[index] or param.grad is not None:
+                resolve, clear = self._resolvers(member, index, param.grad)
+                param.grad = StandIn(param, resolve, clear)
+
+    def _resolvers(
+        self, member: Member, index: int, shown: Tensor | None
+    ) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+        def resolve() -> Tensor:
+            member.window.read = True
+            self._stand_down(member)
+            self.flush(member)
+            grad = member.sync.params[index].grad
+            assert grad is not None
+            return grad
+
+        def clear() -> None:
+            if shown is None:
+                member.sync.wipe(index)
+            else:
+                shown.zero_()
+
+        resolve.shown = shown  # type: ignore[attr-defined]
+        return resolve, clear
+
+    def _stand_down(self, member: Member) -> None:
+        """Put back what the stand-ins stood for; where the user dropped one, its gradient is dropped."""
+        if not (self._learns(member) and (member.window.defers or member.window.probes)):
+            return
+        filled = member.sync.filled
+        for index, param in enumerate(member.sync.params):
+            grad = param.grad
+            if isinstance(grad, StandIn):
+                param.grad = grad.resolve.shown  # type: ignore[attr-defined]
+            else:
+                filled[index] = False
+
+    def flush(self, member: Member) -> None:
+        """Exchange what earlier backwards of a window left local: before a step, or when `p.grad` is read."""
+        if not (member.window.open and self._learns(member)):
+            return
+        member.exchanging, member.touched = True, any(member.sync.filled)
+        member.sync.begin(exchange=True, hide=False)
+        member.seen = [False] * len(member.seen)
+        if member.touched:
+            self._touch(member)
+        self._exchange([member])
 
     def exchange_assigned(self, member: Member) -> None:
         """Gradients the user computed without `backward` (autograd.grad) and put into `p.grad`: exchange them now."""
@@ -308,30 +358,40 @@ class Loop:
                 self._touch(member)
                 member.sync.launch_rest()
         for member, flags in zip(members, used, strict=True):
+            member.window.open = member.window.open and not member.exchanging
             if member.touched:
                 member.sync.finish(flags)
+        for observe in self.after_exchange:
+            observe(members)
 
     def _control(self, members: list[Member]) -> Tensor:
-        rows = self.explicit or self.rows
+        rows = self.explicit or self.batches.present
         head = [
             float(rows.batch if rows else -1),
             float(self.steps),
             rows.mine if rows else 1.0,
             -1.0 if self.kept is None else self.kept,
         ]
-        flags = [float(flag) for member in members for flag in (member.touched, *member.used())]
+        flags = [
+            float(value)
+            for member in members
+            for value in (member.touched, member.window.vote(), member.window.position, *member.used())
+        ]
         return torch.tensor(head + flags, dtype=torch.float64)
 
     def _agree(self, members: list[Member], rows: Tensor) -> tuple[list[list[bool]], list[bool]]:
         self._same_batch(rows[:, :2].tolist())
         self._same_units(rows[:, 2:4].tolist())
-        any_rank = rows[:, 4:].amax(dim=0).tolist()
-        used, touched, at = [], [], 0
+        used, touched, at = [], [], 4
         for member in members:
-            count = len(member.seen)
-            touched.append(bool(any_rank[at]))
-            used.append([bool(flag) for flag in any_rank[at + 1 : at + 1 + count]])
-            at += 1 + count
+            votes, positions = rows[:, at + 1].tolist(), rows[:, at + 2].tolist()
+            if min(positions) != max(positions):
+                raise DesyncError(_uneven_windows(positions))
+            member.window.agreed(votes)
+            any_rank = rows[:, at : at + 3 + len(member.seen)].amax(dim=0).tolist()
+            touched.append(bool(any_rank[0]))
+            used.append([bool(flag) for flag in any_rank[3:]])
+            at += 3 + len(member.seen)
         return used, touched
 
     def _same_batch(self, heads: list[list[float]]) -> None:
@@ -361,13 +421,13 @@ class Loop:
         )
 
 
-def _weigher(member: Member) -> Callable[[Tensor], Tensor | None]:
-    def weigh(grad: Tensor) -> Tensor | None:
-        if member.weight == 1.0:
-            return None
-        return grad * member.weight if member.weight else torch.zeros_like(grad)
-
-    return weigh
+def _uneven_windows(positions: list[float]) -> str:
+    said = ", ".join(f"rank {rank} after {int(count)}" for rank, count in enumerate(positions))
+    return explain(
+        f"gradients are exchanged at different backwards of one step: {said}",
+        "the same backwards, steps and reads of p.grad on every rank",
+        "read p.grad on all ranks or on none; look for a rank that skips a batch",
+    )
 
 
 def _unseen_backward(name: str) -> str:

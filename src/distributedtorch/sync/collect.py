@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distributedtorch.core.bucket import Bucket, Slab, Slot
-from distributedtorch.core.comm import Pending
+from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import UsageError, explain
 
 _AHEAD = 2
@@ -32,6 +32,7 @@ class Cell:
     def __init__(self, slab: int, bucket: Bucket, name: str) -> None:
         self.slab, self.bucket, self.name = slab, bucket, name
         self.missing = len(bucket.slots)
+        self.came: set[int] = set()
         self.buffer: Tensor | None = None
         """The bucket's own memory, where gradients only pass through."""
         self.pending: Pending | None = None
@@ -48,13 +49,14 @@ class Collect:
         self,
         params: Sequence[nn.Parameter],
         slabs: Sequence[Slab],
+        comm: Comm,
         send: Send,
-        name: str,
         *,
+        name: str,
         keep: bool,
         arrived: Callable[[Cell], None] | None = None,
     ) -> None:
-        self.params, self.slabs, self.send, self.keep = params, slabs, send, keep
+        self.params, self.slabs, self.comm, self.send, self.keep = params, slabs, comm, send, keep
         self.arrived = arrived
         self.where: dict[int, tuple[int, Slot]] = {s.index: (k, s) for k, slab in enumerate(slabs) for s in slab.slots}
         self.flats = [slab.empty() for slab in slabs] if keep else []
@@ -78,6 +80,7 @@ class Collect:
         self.exchange, self.hide, self.next, self.held = exchange, hide, 0, False
         for cell in self.cells:
             cell.missing = len(cell.bucket.slots)
+            cell.came.clear()
 
     def ready(self, index: int, *, again: bool) -> None:
         """Take parameter `index`'s gradient, and send the buckets that are full now."""
@@ -117,12 +120,25 @@ class Collect:
             there = self._memory(cell)[low - cell.span.start : high - cell.span.start]
             here = flat[low - slot.start : high - slot.start]
             there.add_(here) if again else there.copy_(here)
+            cell.came.add(index)
 
     def _memory(self, cell: Cell) -> Tensor:
         if cell.buffer is None:
             slab = self.slabs[cell.slab]
-            cell.buffer = torch.zeros(cell.span.stop - cell.span.start, dtype=slab.dtype, device=slab.device)
+            cell.buffer = self.comm.borrow(cell.span.stop - cell.span.start, slab.dtype, slab.device)
         return cell.buffer
+
+    def _complete(self, cell: Cell) -> Tensor:
+        """The bucket's memory with zeros where no gradient came, and in the padding."""
+        memory, start, at = self._memory(cell), cell.span.start, cell.span.start
+        for index in cell.bucket.slots:
+            slot = self.where[index][1]
+            low, high = max(slot.start, start), min(slot.start + slot.numel, cell.span.stop)
+            at = max(at, high)
+            if index not in cell.came:
+                memory[low - start : high - start].zero_()
+        memory[at - start :].zero_()
+        return memory
 
     def _launch_full(self) -> None:
         while self.next < len(self.cells) and self.cells[self.next].missing == 0:
@@ -145,7 +161,7 @@ class Collect:
         else:
             while len(self.travelling) >= _AHEAD:
                 self._land(self.travelling.popleft())
-            flat, bounds = self._memory(cell), tuple(b - cell.span.start for b in cell.bucket.bounds)
+            flat, bounds = self._complete(cell), tuple(b - cell.span.start for b in cell.bucket.bounds)
         cell.pending = self.send(cell.name, flat, bounds, self.scale)
         self.travelling.append(cell)
 
@@ -160,7 +176,9 @@ class Collect:
         cell.pending = None
         if self.arrived is not None:
             self.arrived(cell)
-        cell.buffer = None
+        if cell.buffer is not None:
+            self.comm.give_back([cell.buffer], cell.buffer.device)
+            cell.buffer = None
 
     def _view(self, index: int) -> Tensor:
         slab, slot = self.where[index]

@@ -37,7 +37,11 @@ class Ddp(Sync):
     ) -> None:
         self.params, self.names, self.optimizer, self.scale = params, names, optimizer, 1.0
         slabs = lay_out(params, comm.world, whole=False)
-        self.collect = Collect(params, slabs, comm.all_reduce, f"gradients/{name}", keep=True)
+        self.collect = Collect(params, slabs, comm, comm.all_reduce, name=f"gradients/{name}", keep=True)
+
+    @property
+    def filled(self) -> list[bool]:
+        return self.collect.filled
 
     def begin(self, *, exchange: bool, hide: bool) -> None:
         self.collect.begin(exchange=exchange, hide=hide)
@@ -62,6 +66,9 @@ class Ddp(Sync):
             if param.grad is None and (used[index] or collect.filled[index]):
                 param.grad = collect.views[index]
         collect.filled = [False] * len(self.params)
+
+    def wipe(self, index: int) -> None:
+        self.collect.views[index].zero_()
 
     def assigned(self) -> bool:
         return any(p.grad is not None and p.grad is not v for p, v in zip(self.params, self.collect.views, strict=True))

@@ -33,6 +33,17 @@ class Held:
         self.comm, self.name = comm, name
         self.square: Tensor | None = None
         """The global squared 2-norm, while known."""
+        self.seen_through: Tensor | None = None
+        """The whole gradient some view of which is in the user's hands: writing to that must count."""
+
+    def settle(self) -> None:
+        """Take over what was written through views of the whole gradient."""
+        if self.seen_through is not None:
+            mine = self.mine(self.seen_through)
+            if not torch.equal(mine, self.local):
+                self.local.copy_(mine)
+                self.square = None
+            self.seen_through = None
 
     def full(self) -> Tensor:
         """The whole gradient as a plain tensor (all ranks must ask)."""
@@ -78,6 +89,7 @@ class DividedGrad(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        _settle(args)
         rule = _RULES.get(func)
         if rule is not None:
             done, result = rule(func, args, kwargs)
@@ -104,6 +116,13 @@ class DividedGrad(Tensor):
 _NOT = (False, None)
 
 
+def _settle(args: Any) -> None:
+    for value in args:
+        for grad in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(grad, DividedGrad):
+                grad.held.settle()
+
+
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     """Run on whole plain gradients; write changed ones back to the pieces."""
     whole: dict[int, tuple[Held, Tensor]] = {}
@@ -116,6 +135,9 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         return value
 
     result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    if func.is_view:
+        for held, tensor in whole.values():
+            held.seen_through = tensor
     if func._schema.is_mutable:
         for held, tensor in whole.values():
             held.local.copy_(held.mine(tensor))

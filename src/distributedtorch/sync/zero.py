@@ -50,8 +50,9 @@ class Zero(Sync):
         self.stage, self.whole, self.scale = stage, whole, 1.0
         self.slabs = lay_out(params, comm.world, whole=whole)
         self.flats = [_move_in(slab, params) for slab in self.slabs]
+        keep, name_sent = stage == 1, f"gradients/{name}"
         self.collect = Collect(
-            params, self.slabs, comm.reduce_scatter, f"gradients/{name}", keep=stage == 1, arrived=self._arrived
+            params, self.slabs, comm, comm.reduce_scatter, name=name_sent, keep=keep, arrived=self._arrived
         )
         self.shards = [_shard(slab, comm.rank) for slab in self.slabs] if stage == 2 else []
         self.eager = stage == 2
@@ -80,19 +81,25 @@ class Zero(Sync):
 
     # Around a backward.
 
+    @property
+    def filled(self) -> list[bool]:
+        return self.collect.filled
+
     def begin(self, *, exchange: bool, hide: bool) -> None:
         for index, param in enumerate(self.params):
             grad = param.grad
             if isinstance(grad, DividedGrad):
+                self.held[index].settle()
                 param.grad = None
                 self.content[index] = True
-            elif grad is None and not self.collect.hide:
+            elif grad is None and not (self.collect.hide and (self.stage == 2 or self.collect.filled[index])):
                 self.content[index] = False
+                self.kept.pop(index, None)
             elif grad is not None:
                 self.held[index].local.copy_(self.held[index].mine(grad))
                 param.grad = None
                 self.content[index] = True
-        if self.stage == 1:
+        if self.stage == 1 and not self.collect.hide:
             self._keep_aside()
         self.collect.begin(exchange=exchange or self.stage == 2, hide=hide)
 
@@ -131,13 +138,13 @@ class Zero(Sync):
     def finish(self, used: Sequence[bool]) -> None:
         collect = self.collect
         collect.land()
-        for index, aside in self.kept.items():
-            self.held[index].local.add_(aside)
-        self.kept = {}
         shown = [flag or has or more for flag, has, more in zip(used, self.content, collect.filled, strict=True)]
         if collect.hide:
             self.content = shown if self.stage == 2 else self.content
             return
+        for index, aside in self.kept.items():
+            self.held[index].local.add_(aside)
+        self.kept = {}
         self._show(shown)
 
     def _show(self, shown: list[bool]) -> None:
@@ -145,7 +152,7 @@ class Zero(Sync):
             for shard in self.shards:
                 shard.mul_(self.scale * self.comm.world)
         self.collect.filled = [False] * len(self.params)
-        squares = torch.stack([held.local.double().square().sum() for held in self.held])
+        squares = torch.stack([torch.linalg.vector_norm(held.local) for held in self.held]).double().square()
         if self.comm.world > 1:
             squares = self.comm.exchange(f"norms/{self.name}", squares).sum(dim=0)
         for param, held, square, show in zip(self.params, self.held, squares.unbind(), shown, strict=True):
@@ -153,6 +160,9 @@ class Zero(Sync):
             param.grad = DividedGrad(held) if show else None
 
     # The update.
+
+    def wipe(self, index: int) -> None:
+        self.collect.views[index].zero_()
 
     def assigned(self) -> bool:
         return any(p.grad is not None and not isinstance(p.grad, DividedGrad) for p in self.params)
@@ -196,6 +206,7 @@ class Zero(Sync):
                 raise UsageError(_moved(self.names[slot.index]))
             if low == high or param.grad is None:
                 continue
+            held.settle()
             local = held.local if isinstance(param.grad, DividedGrad) else held.mine(param.grad)
             if self.whole:
                 param.grad = local.as_strided(slot.shape, slot.stride)

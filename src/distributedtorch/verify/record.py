@@ -1,8 +1,8 @@
 """What a run under `verify` writes down, step by step, for the comparison.
 
-Active where `DISTRIBUTEDTORCH_VERIFY` names a folder. Each rank appends JSON lines to `rank<r>.jsonl`: one line per call
-of `dt.distribute` (initial values), one per optimizer step (learning rates, losses with their rows, a hash of every row,
-sketches of parameters and buffers, of the gradient after backward and of the one the optimizer used). After
+Active where `DISTRIBUTEDTORCH_VERIFY` names a folder. Each rank appends JSON lines to `rank<r>.jsonl`: one line per
+call of `dt.distribute` (initial values), one per optimizer step (learning rates, losses with their rows, a hash of
+every row, sketches of parameters and buffers, of the gradient after backward and of the one that was used). After
 `DISTRIBUTEDTORCH_VERIFY_STEPS` steps, or at the end of a shorter script, rank 0 writes `final.safetensors`, and every
 rank leaves the script with exit code 0. Under zero1 and zero2 each gradient is gathered twice per step for its sketch.
 """
@@ -20,9 +20,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from distributedtorch.core.batches import Rows
 from distributedtorch.core.plan import Plan
-from distributedtorch.core.step import Loop, Member, Rows
-from distributedtorch.data.cursor import Share
+from distributedtorch.core.step import Loop, Member
 from distributedtorch.data.cut import arrays
 from distributedtorch.launch import record as ends
 from distributedtorch.verify.sketch import sketch
@@ -62,10 +62,10 @@ def attach(loop: Loop, models: Sequence[nn.Module]) -> None:
     _recorder[0].add(models)
 
 
-def arrived(share: Share, batch: Any) -> None:
+def arrived(rows: Rows, batch: Any) -> None:
     """A loader hands out a batch."""
     if _recorder:
-        _recorder[0].arrived(share, batch)
+        _recorder[0].arrived(rows, batch)
 
 
 class Recorder:
@@ -79,13 +79,15 @@ class Recorder:
         """Of parameters, by identity."""
         self.rows: list[list[str]] = []
         """A hash of each row of each batch since the last step."""
+        self.counts: dict[tuple[int, int], float] = {}
+        """How many rows each batch really had here: counted, not told."""
         self.losses: list[tuple[float, float]] = []
         """Loss and its units on this rank, of each backward since the last step."""
         self.gradient: dict[str, list[float]] = {}
         """Sketches of the gradients as backward left them."""
         self.complete = False
         loop.observers.append(self._backward_begins)
-        loop.after_backward.append(self._backward_ended)
+        loop.after_exchange.append(self._exchanged)
         loop.after_step.append(self._stepped)
         atexit.register(self._script_ended)
 
@@ -101,21 +103,22 @@ class Recorder:
         kinds = {name: [str(t.dtype).removeprefix("torch."), t.numel(), name in trained] for name, t in self._state()}
         self._write(world=self.loop.comm.world, quiet=quiet, kinds=kinds, state=self._sketches())
 
-    def arrived(self, share: Share, batch: Any) -> None:
+    def arrived(self, rows: Rows, batch: Any) -> None:
         """Hash the rows of a batch; a repeated row that stands in for none is no row."""
-        self.rows.append([] if share.idle else list(hashes(batch, share.rows)))
+        self.rows.append(list(hashes(batch, int(rows.mine))) if rows.mine else [])
+        self.counts[rows.source, rows.batch] = float(len(self.rows[-1]))
 
     def _backward_begins(self, roots: Sequence[Tensor], rows: Rows | None) -> None:
         explicit = self.loop.explicit
-        units = explicit.mine if explicit else float(len(self.rows[-1])) if self.rows else 1.0
+        units = explicit.mine if explicit else self.counts.get((rows.source, rows.batch), rows.mine) if rows else 1.0
         for root in roots:
             loss = float(root.detach().double().mean()) if units else 0.0
             if explicit and units:  # dt.weight has multiplied it
                 loss *= explicit.everywhere / (units * self.loop.comm.world)
             self.losses.append((loss, units))
 
-    def _backward_ended(self) -> None:
-        for member in self.loop.members:
+    def _exchanged(self, members: Sequence[Member]) -> None:
+        for member in members:
             if member.touched and member.closing:
                 self.gradient |= self._gradients(member)
 

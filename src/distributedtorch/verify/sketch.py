@@ -26,16 +26,23 @@ _SEED = 20240229
 
 def sketch(name: str, tensor: Tensor) -> list[float]:
     """The 2-norm of `tensor` and its eight inner products; `name` decides the signs."""
-    flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().clone().reshape(-1).cpu()
+    flat = plain(tensor).reshape(-1)
     signs = _signs(name, -(-flat.numel() // _BLOCK))
     square, products = 0.0, torch.zeros(NUM_VECTORS, dtype=torch.float64)
     for start in range(0, flat.numel(), _BLOCK * _CHUNKS):
         part = flat[start : start + _BLOCK * _CHUNKS].double()
         square += float(part.square().sum())
-        padded = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
+        width = min(_BLOCK, part.numel())
+        padded = torch.nn.functional.pad(part, (0, -part.numel() % width)).view(-1, width)
         first = start // _BLOCK
-        products += (padded @ _block() * signs[first : first + len(padded)]).sum(dim=0)
+        products += (padded @ _block()[:width] * signs[first : first + len(padded)]).sum(dim=0)
     return [math.sqrt(square) if square >= 0 else math.nan, *products.tolist()]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A dense real tensor of its own on the host; a gradient that is divided over ranks is gathered by the copy."""
+    whole = (tensor.to_dense() if tensor.is_sparse else tensor).detach().clone().cpu()
+    return torch.view_as_real(whole) if whole.is_complex() else whole
 
 
 def norm(one: Sequence[float]) -> float:

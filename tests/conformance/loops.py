@@ -1,0 +1,445 @@
+"""What users do in their loops: each runs untouched in one process and distributed, and must end with equal weights."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+Distribute = Callable[..., Any]
+DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")
+LOOPS: dict[str, Callable[[Distribute], Any]] = {}
+
+
+def loop(function: Callable[[Distribute], Any]) -> Callable[[Distribute], Any]:
+    LOOPS[function.__name__] = function
+    return function
+
+
+def net(width: int = 20) -> nn.Sequential:
+    layers = nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
+    return nn.Sequential(*layers).to(DEVICE)
+
+
+def rows(n: int = 23, batch: int = 5, **kwargs: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(n, 8, generator=generator).to(DEVICE)
+    return DataLoader(TensorDataset(x, x[:, :3].sin()), batch, shuffle=True, **kwargs)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def simple(distribute: Distribute, edit: Callable[[nn.Module], Any], optimizer: Any = adam) -> nn.Module:
+    """A loop with something between backward and step."""
+    model = net()
+    opt = optimizer(model)
+    model, opt, data = distribute(model, opt, rows())
+    for _ in range(3):
+        for x, y in data:
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            edit(model)
+            opt.step()
+    return model
+
+
+@loop
+def clip_by_value(distribute: Distribute) -> Any:
+    return simple(distribute, lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 0.02))
+
+
+@loop
+def clip_by_other_norms(distribute: Distribute) -> Any:
+    def edit(model: nn.Module) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=float("inf"))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.9, norm_type=1.0, foreach=False)
+        torch.nn.utils.clip_grad_norm_([next(model.parameters())], 0.1)
+
+    return simple(distribute, edit)
+
+
+@loop
+def clip_by_hand(distribute: Distribute) -> Any:
+    def edit(model: nn.Module) -> None:
+        total = sum(float(p.grad.norm()) ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
+        for p in model.parameters():
+            p.grad.mul_(min(1.0, 0.3 / (total + 1e-6)))  # type: ignore[union-attr]
+
+    return simple(distribute, edit)
+
+
+@loop
+def edit_in_place(distribute: Distribute) -> Any:
+    def edit(model: nn.Module) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.data.add_(p.detach(), alpha=0.1)
+            p.grad.clamp_(-0.2, 0.2)
+            p.grad /= 1.5
+            p.grad[0] = 0.01
+
+    return simple(distribute, edit)
+
+
+@loop
+def assign_new_gradient(distribute: Distribute) -> Any:
+    def edit(model: nn.Module) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad = p.grad * 0.5 + p.grad.abs().mean()
+
+    return simple(distribute, edit)
+
+
+@loop
+def drop_some_gradients(distribute: Distribute) -> Any:
+    def edit(model: nn.Module) -> None:
+        model[0].bias.grad = None  # type: ignore[index]
+
+    return simple(distribute, edit)
+
+
+@loop
+def noise_scale_from_gradients(distribute: Distribute) -> Any:
+    def edit(model: nn.Module) -> None:
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+        for p in model.parameters():
+            p.grad.mul_(1.0 / (1.0 + flat.var()))  # type: ignore[union-attr]
+
+    return simple(distribute, edit)
+
+
+@loop
+def clamp_weights_after_step(distribute: Distribute) -> Any:
+    model = net()
+    opt = torch.optim.RMSprop(model.parameters(), lr=5e-3)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in list(data):
+        opt.zero_grad(set_to_none=False)
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+        for p in model.parameters():
+            p.data.clamp_(-0.25, 0.25)
+    return model
+
+
+@loop
+def never_zero_gradients(distribute: Distribute) -> Any:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, opt, data = distribute(model, opt, rows())
+    for _ in range(2):
+        for x, y in data:
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+    return model
+
+
+@loop
+def irregular_windows(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows(80, 4))
+    batches = iter(list(data) * 4)
+    for window in (3, 3, 3, 3, 3, 2, 1, 3, 3, 3, 4, 4, 4, 4, 4, 4, 2, 4):
+        for _ in range(window):
+            x, y = next(batches)
+            (F.mse_loss(model(x), y) / window).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4)
+        opt.step()
+        opt.zero_grad()
+    return model
+
+
+@loop
+def windows_with_reads_inside(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows(80, 4))
+    total = torch.zeros((), device=DEVICE)
+    batches = iter(list(data) * 2)
+    for number in range(12):
+        for _ in range(3):
+            x, y = next(batches)
+            (F.mse_loss(model(x), y) / 3).backward()
+            if number > 7:
+                total = total + model[2].weight.grad.norm()
+        opt.step()
+        opt.zero_grad(set_to_none=number % 2 == 0)
+    return {**model.state_dict(), "total": total}
+
+
+@loop
+def ema_by_deepcopy(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    ema = copy.deepcopy(model).eval()
+    for _ in range(2):
+        for x, y in data:
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+            for slow, fast in zip(ema.parameters(), model.parameters(), strict=True):
+                slow.data.lerp_(fast.data, 0.1)
+            model.eval()
+            with torch.no_grad():
+                ema(x)
+            model.train()
+    return {**model.state_dict(), **{f"ema.{k}": v for k, v in ema.state_dict().items()}}
+
+
+@loop
+def gan(distribute: Distribute) -> Any:
+    generator, critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).to(DEVICE), net()
+    opt_g, opt_c = torch.optim.Adam(generator.parameters(), lr=3e-3), torch.optim.Adam(critic.parameters(), lr=3e-3)
+    generator, critic, opt_g, opt_c, data = distribute(generator, critic, opt_g, opt_c, rows())
+    for _ in range(3):
+        for x, _y in data:
+            fake = generator(x)
+            opt_c.zero_grad()
+            (F.softplus(-critic(x)).mean() + F.softplus(critic(fake.detach())).mean()).backward()
+            opt_c.step()
+            opt_g.zero_grad()
+            F.softplus(-critic(fake)).mean().backward()
+            opt_g.step()
+    return {**generator.state_dict(), **{f"c.{k}": v for k, v in critic.state_dict().items()}}
+
+
+@loop
+def gradient_penalty(distribute: Distribute) -> Any:
+    critic = net()
+    opt = torch.optim.Adam(critic.parameters(), lr=3e-3)
+    critic, opt, data = distribute(critic, opt, rows())
+    for _ in range(2):
+        for x, _y in data:
+            x = x.requires_grad_()
+            (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+            loss = critic(x).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+    return critic
+
+
+@loop
+def l2_in_the_loss(distribute: Distribute) -> Any:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=5e-2, momentum=0.9)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        opt.zero_grad()
+        (F.mse_loss(model(x), y) + 0.05 * sum(p.square().sum() for p in model.parameters())).backward()
+        opt.step()
+    return model
+
+
+@loop
+def gradients_by_autograd_grad(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        grads = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+        for p, g in zip(model.parameters(), grads, strict=True):
+            p.grad = g
+        opt.step()
+    return model
+
+
+@loop
+def two_forwards_two_backwards(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows(24, 4))
+    for x, y in data:
+        one, two = F.mse_loss(model(x), y), F.l1_loss(model(x * 2), y)
+        opt.zero_grad()
+        one.backward()
+        two.backward()
+        opt.step()
+    return model
+
+
+@loop
+def submodules_called_directly(distribute: Distribute) -> Any:
+    model = nn.ModuleDict({"a": nn.Linear(8, 12), "b": nn.Linear(12, 3), "rarely": nn.Linear(12, 3)}).to(DEVICE)
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for number, (x, y) in enumerate(data):
+        hidden = model["a"](x).tanh()
+        opt.zero_grad()
+        F.mse_loss(model["rarely" if number == 2 else "b"](hidden), y).backward()
+        opt.step()
+    return model
+
+
+class Checked(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 12), nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.last, self.reentrant = nn.Linear(12, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in [*self.blocks, self.blocks[0]]:
+            x = checkpoint(lambda z, b=block: b(z).tanh(), x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def checked(distribute: Distribute, reentrant: bool) -> Any:
+    model = Checked(reentrant).to(DEVICE)
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+    return model
+
+
+@loop
+def checkpointing(distribute: Distribute) -> Any:
+    return checked(distribute, reentrant=False)
+
+
+@loop
+def checkpointing_reentrant_shared_block(distribute: Distribute) -> Any:
+    return checked(distribute, reentrant=True)
+
+
+@loop
+def closures(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            opt.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        assert float(opt.step(closure).detach()) > 0
+    return model
+
+
+@loop
+def trunk_and_head_optimizers(distribute: Distribute) -> Any:
+    model = net()
+    trunk = torch.optim.SGD(model[:2].parameters(), lr=1e-2, momentum=0.9)
+    head = torch.optim.Adam(model[2:].parameters(), lr=1e-2)
+    model, trunk, head, data = distribute(model, trunk, head, rows())
+    for number, (x, y) in enumerate(list(data) * 2):
+        F.mse_loss(model(x), y).backward()
+        head.step()
+        head.zero_grad()
+        if number % 2:
+            trunk.step()
+            trunk.zero_grad()
+    return model
+
+
+@loop
+def frozen_layers(distribute: Distribute) -> Any:
+    model = net()
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+        model[2].weight.requires_grad_(False)
+    return model
+
+
+@loop
+def state_loaded_before_and_after(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    x = torch.linspace(-1, 1, 32, device=DEVICE).view(4, 8)
+    F.mse_loss(model(x), x[:, :3]).backward()
+    opt.step()
+    opt.zero_grad()
+    model, opt, data = distribute(model, opt, rows())
+    kept = None
+    for number, (x, y) in enumerate(data):
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+        if number == 1:
+            kept = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    assert kept is not None
+    model.load_state_dict(kept[0])
+    opt.load_state_dict(kept[1])
+    for x, y in data:
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+    state = opt.state_dict()["state"]
+    return {**model.state_dict(), **{f"{i}.{k}": v for i, s in state.items() for k, v in s.items()}}
+
+
+@loop
+def grad_scaler(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=3)
+    model, opt, data = distribute(model, opt, rows(22, 11))
+    for number, (x, y) in enumerate(list(data) * 4):
+        loss = F.mse_loss(model(x), y)
+        if number == 3:
+            loss = loss + model(x)[-1].sum() * float("inf")
+        opt.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(opt)
+        scaler.update()
+    return {**model.state_dict(), "scale": torch.tensor(scaler.get_scale())}
+
+
+@loop
+def schedulers_and_groups(distribute: Distribute) -> Any:
+    model = net()
+    opt = torch.optim.Adagrad(
+        [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2:].parameters()}], lr=0.05
+    )
+    sched = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=[0.1, 0.05], total_steps=15, cycle_momentum=False)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0)
+    model, opt, data, sched, plateau = distribute(model, opt, rows(), sched, plateau)
+    for _ in range(3):
+        for x, y in data:
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+            sched.step()
+    plateau.step(1.0)
+    return {**model.state_dict(), "lr": torch.tensor([g["lr"] for g in opt.param_groups])}
+
+
+@loop
+def mixed_types_and_layouts(distribute: Distribute) -> Any:
+    model = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 6, 2), nn.Flatten(), nn.Linear(6, 3)).to(DEVICE)
+    model[1].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model[3].weight.data = model[3].weight.data.t().contiguous().t()
+    model.register_parameter("gain", nn.Parameter(torch.ones(3, dtype=torch.float32, device=DEVICE)))
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        opt.zero_grad()
+        F.mse_loss(model(x) * model.gain, y).backward()
+        opt.step()
+    return model

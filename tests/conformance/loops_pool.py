@@ -1,0 +1,45 @@
+"""What each process of a pool runs: every loop untouched, then under every plan, compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import distributedtorch as dt
+from distributedtorch.core.world import here
+from distributedtorch.distribute import release
+from tests.conformance.cases import PLANS, difference
+from tests.conformance.loops import LOOPS
+
+
+def state(result: Any) -> dict[str, torch.Tensor]:
+    tensors = result.state_dict() if isinstance(result, torch.nn.Module) else result
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def main(done: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    for name in names or LOOPS:
+        torch.manual_seed(1)
+        truth = state(LOOPS[name](lambda *objects: objects))
+        for plan in PLANS:
+            torch.manual_seed(1)
+            sent = {k: t.count for k, t in here().comm.traffic.items()}
+            found = state(LOOPS[name](lambda *objects, plan=plan: dt.distribute(*objects, plan=plan)))
+            gap, where = difference(truth, found)
+            counts = {k: t.count - sent.get(k, 0) for k, t in here().comm.traffic.items()}
+            row = {"loop": name, "plan": plan, "difference": gap, "where": where, "counts": counts}
+            if dt.is_main():
+                with done.open("a") as file:
+                    print(json.dumps(row), file=file)
+            release()
+
+
+if __name__ == "__main__":
+    dt.barrier()
+    main(Path(sys.argv[1]), sys.argv[2:])

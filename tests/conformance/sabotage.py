@@ -1,0 +1,62 @@
+"""Broken builds that the equality tests must catch: each breaks one line of the library, then runs a pool.
+
+`python -m tests.conformance.sabotage NAME POOL ARGUMENTS...`
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+
+import torch
+
+from distributedtorch.core import batches
+from distributedtorch.core.comm import Comm
+from distributedtorch.sync import batchnorm, optimizers
+from distributedtorch.sync.gradient import Held
+
+
+def ranks_count_equally() -> None:
+    settle = batches.Batches.settle
+
+    def wrong(self: batches.Batches) -> batches.Rows | None:
+        rows = settle(self)
+        return rows and batches.Rows(mine=1.0, everywhere=float(torch.distributed.get_world_size()), batch=rows.batch)
+
+    batches.Batches.settle = wrong  # type: ignore[method-assign]
+
+
+def local_norms() -> None:
+    Held.norm = lambda self, order: self.local.abs().sum()  # type: ignore[method-assign]
+
+
+def gradients_stay_local() -> None:
+    begin = Comm._begin
+
+    def wrong(self: Comm, kind: str, name: str, flat: torch.Tensor, *rest: object, **kw: bool) -> object:
+        if kind in ("reduce-scatter", "all-reduce"):
+            flat = flat.clone()
+        return begin(self, kind, name, flat, *rest, **kw)  # type: ignore[arg-type]
+
+    Comm._begin = wrong  # type: ignore[method-assign,assignment]
+
+
+def batchnorm_stays_local() -> None:
+    batchnorm.synchronise = lambda model, loop: 0
+
+
+def adafactor_on_pieces() -> None:
+    optimizers.ELEMENTWISE = (*optimizers.ELEMENTWISE, torch.optim.Adafactor)
+
+
+SABOTAGES: dict[str, Callable[[], None]] = {
+    f.__name__: f
+    for f in (ranks_count_equally, local_norms, gradients_stay_local, batchnorm_stays_local, adafactor_on_pieces)
+}
+
+if __name__ == "__main__":
+    SABOTAGES[sys.argv[1]]()
+    pool = sys.argv[2]
+    sys.argv = sys.argv[2:]
+    runpy.run_module(pool, run_name="__main__", alter_sys=True)

@@ -1,0 +1,54 @@
+"""Users' loops give the weights of one process under every plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conformance.cases import PLANS
+from tests.conformance.loops import LOOPS
+from tests.conformance.matrix import ROOT
+
+
+def run(world: int, folder: Path, *module: str, bucket_bytes: int = 1024) -> list[dict[str, Any]]:
+    done = folder / "done.jsonl"
+    environ = {**os.environ, "DISTRIBUTEDTORCH_BUCKET_BYTES": str(bucket_bytes), "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world), "-m", module[0]]
+    command += [str(done) if word == "DONE" else word for word in module[1:]]
+    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [json.loads(row) for row in done.read_text().splitlines()]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", [2, 3])
+def test_loops_end_as_in_one_process(world: int, tmp_path: Path) -> None:
+    rows = run(world, tmp_path, "tests.conformance.loops_pool", "DONE")
+    assert {(r["loop"], r["plan"]) for r in rows} == {(name, plan) for name in LOOPS for plan in PLANS}
+    assert not [r for r in rows if not r["difference"] <= 1e-9]
+    irregular = {r["plan"]: r["counts"] for r in rows if r["loop"] == "irregular_windows"}
+    every_backward = irregular["zero2"]["reduce-scatter"]
+    assert irregular["ddp"]["all-reduce"] < 0.7 * every_backward
+    assert irregular["zero1"]["reduce-scatter"] < 0.7 * every_backward
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("sabotage", "loop", "plan"),
+    [
+        ("ranks_count_equally", "clip_by_value", "ddp"),
+        ("local_norms", "clip_by_other_norms", "zero1"),
+        ("gradients_stay_local", "l2_in_the_loss", "zero2"),
+    ],
+)
+def test_broken_builds_are_caught(sabotage: str, loop: str, plan: str, tmp_path: Path) -> None:
+    pool = "tests.conformance.loops_pool"
+    rows = run(2, tmp_path, "tests.conformance.sabotage", sabotage, pool, "DONE", loop)
+    assert [r for r in rows if r["plan"] == plan and r["difference"] > 1e-6]
