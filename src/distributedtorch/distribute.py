@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from distributedtorch.core.plan import Plan, resolve, sources
 from distributedtorch.core.world import World, here
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.loader import Loader, divide
-from distributedtorch.data.stream import Stream
+from distributedtorch.data.stream import Stream, serve_all_loaders
 from distributedtorch.launch.start import join_world
 from distributedtorch.launch.supervise import restart
 from distributedtorch.sync import batchnorm
@@ -34,6 +35,8 @@ class Run:
     schedulers: list[LRScheduler] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
     stream: Stream | None = None
+    restore: list[Callable[[], None]] = field(default_factory=list)
+    """What undoes the changes made to torch's own classes."""
 
 
 RUN = Run()
@@ -77,7 +80,9 @@ def release() -> None:
     """Let go of everything distributed so far: the objects stay as they are now, on each rank by itself."""
     here().loop.close()
     RUN.plan, RUN.stream = None, None
-    for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders):
+    for undo in RUN.restore:
+        undo()
+    for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders, RUN.restore):
         kept.clear()
 
 
@@ -112,6 +117,7 @@ def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, origin: 
     many = world.size > 1
     if RUN.stream is None and many:
         RUN.stream = _one_stream(world)
+        RUN.restore.append(serve_all_loaders(RUN.stream))
     loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
     if many:
         inspect.same_everywhere(given, list(loaders.values()), plan, comm)

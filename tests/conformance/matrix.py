@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -57,12 +58,16 @@ def judge(row: dict[str, object], case: c.Case, folder: Path) -> str:
 
 
 def main() -> int:
-    trainings = [*c.all_trainings(), *c.all_trainings("float32")]
-    faults, total, worst = [], 0, {"float64": 0.0, "float32": 0.0}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worlds", type=int, nargs="*", default=list(c.WORLDS))
+    parser.add_argument("--dtypes", nargs="*", default=["float64", "float32"])
+    given = parser.parse_args()
+    trainings = [training for dtype in given.dtypes for training in c.all_trainings(dtype)]
+    faults, total, worst = [], 0, dict.fromkeys(given.dtypes, 0.0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_truths(trainings, folder)
-        for world in c.WORLDS:
+        for world in given.worlds:
             chosen = [c.Case(training, plan, world) for training in trainings for plan in c.PLANS]
             rows = run_world(world, chosen, folder, timeout=7200)
             assert len(rows) == len(chosen)

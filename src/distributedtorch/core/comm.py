@@ -131,9 +131,9 @@ class Comm:
             with self.held("broadcast", name):
                 if self.rank == root:
                     self._count("broadcast", host.numel() * host.element_size() * (self.world - 1))
-                    _wait_all([(dist.isend(host, k, tag=tag), k) for k in self._others()])
+                    _wait_all([_post(dist.isend, host, k, tag) for k in self._others()])
                 else:
-                    _wait_all([(dist.irecv(host, root, tag=tag), root)])
+                    _wait_all([_post(dist.irecv, host, root, tag)])
         if host is not tensor and self.rank != root:
             tensor.detach().copy_(host)
 
@@ -181,9 +181,9 @@ class Comm:
         self._count(pending.kind, (total - own + (own * (self.world - 1) if gather else 0)) * size)
         parts = {k: self.borrow(own, flat.dtype) for k in self._others()} if own else {}
         received = list(parts.values())
-        receives = [(dist.irecv(part, k, tag=tag), k) for k, part in parts.items()]
+        receives = [_post(dist.irecv, part, k, tag) for k, part in parts.items()]
         sends = [
-            (dist.isend(flat[bounds[k] : bounds[k + 1]], k, tag=tag), k)
+            _post(dist.isend, flat[bounds[k] : bounds[k + 1]], k, tag)
             for k in self._others()
             if bounds[k + 1] > bounds[k]
         ]
@@ -204,11 +204,11 @@ class Comm:
     def _gather_posts(self, flat: Tensor, bounds: Sequence[int], tag: int) -> tuple[_Works, _Works]:
         mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
         receives = [
-            (dist.irecv(flat[bounds[k] : bounds[k + 1]], k, tag=tag), k)
+            _post(dist.irecv, flat[bounds[k] : bounds[k + 1]], k, tag)
             for k in self._others()
             if bounds[k + 1] > bounds[k]
         ]
-        sends = [(dist.isend(mine, k, tag=tag), k) for k in self._others()] if mine.numel() else []
+        sends = [_post(dist.isend, mine, k, tag) for k in self._others()] if mine.numel() else []
         return receives, sends
 
     def _nccl(
@@ -297,7 +297,20 @@ def _wait_all(works: _Works) -> None:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            raise PeerError(f"rank {peer} is gone or out of reach ({str(error).splitlines()[0][-160:]})") from None
+            raise _gone(peer, error) from None
+
+
+def _post(call: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int) -> tuple[dist.Work | None, int]:
+    try:
+        return call(tensor, peer, tag=tag), peer
+    except RuntimeError as error:
+        raise _gone(peer, error) from None
+
+
+def _gone(peer: int, error: RuntimeError) -> PeerError:
+    said = str(error).splitlines()[0]
+    said = said.split("] ", 1)[-1].split(". This is typically")[0]
+    return PeerError(f"rank {peer} is gone or out of reach ({said})")
 
 
 def _sum_in_order(parts: list[Tensor], out: Tensor, scale: float) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from distributedtorch.data import worker
 from distributedtorch.data.partition import Part, sizes
-from distributedtorch.data.stream import Stream, drawing
+from distributedtorch.data.stream import DividedLoader, Stream, drawing
 
 Piece = tuple[int, int, Any]
 """Real rows of this rank, rows of the global batch, the batch of this rank."""
@@ -79,7 +79,7 @@ class Indexed:
         # Rank 0 keeps the seed that one process would give its workers; the others draw from one of their own.
         private = torch.Generator() if self._part.rank > 0 else None
         indices = Indices(self._batches, self._part, self._draw, user.generator, private)
-        inner: DataLoader[Any] = DataLoader(
+        inner: DataLoader[Any] = DividedLoader(
             user.dataset,
             batch_sampler=indices,
             generator=user.generator if private is None else private,

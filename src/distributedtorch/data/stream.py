@@ -13,11 +13,13 @@ import base64
 import json
 import random
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
 
 class State(NamedTuple):
@@ -97,6 +99,41 @@ class Drawing:
 def drawing(stream: Stream | None, full: bool) -> AbstractContextManager[None]:
     """`stream.drawing(full)`; without a stream, draws come from the global states as they are."""
     return nullcontext() if stream is None else stream.drawing(full)
+
+
+class DividedLoader(DataLoader[Any]):
+    """A loader the library made: it draws where it should by itself."""
+
+
+def serve_all_loaders(stream: Stream) -> Callable[[], None]:
+    """Let every torch DataLoader draw its order from `stream`, also those that are not divided (a test set).
+
+    In one process they all draw from one state, so an evaluation between two epochs moves the order of the second.
+    Returns a function that undoes it.
+    """
+    original = DataLoader.__iter__
+
+    def iterate(self: DataLoader[Any]) -> Any:
+        if isinstance(self, DividedLoader):
+            return original(self)
+        with stream.drawing(full=False):
+            iterator: Any = original(self)
+        if hasattr(iterator, "_sampler_iter"):
+            iterator._sampler_iter = _drawn(iterator._sampler_iter, stream)
+        return iterator
+
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    return lambda: setattr(DataLoader, "__iter__", original)
+
+
+def _drawn(indices: Iterator[Any], stream: Stream) -> Iterator[Any]:
+    end = object()
+    while True:
+        with stream.drawing(full=False):
+            index = next(indices, end)
+        if index is end:
+            return
+        yield index
 
 
 def capture(full: bool) -> State:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from distributedtorch.data.indexed import Piece, in_order_note, loading_options
 from distributedtorch.data.partition import Part
-from distributedtorch.data.stream import Stream, drawing
+from distributedtorch.data.stream import DividedLoader, Stream, drawing
 from distributedtorch.data.worker import reseed
 
 
@@ -58,7 +58,7 @@ class Streamed:
     def _build(self) -> DataLoader[Any]:
         user = self._loader
         assert self.batch_global is not None
-        return DataLoader(
+        return DividedLoader(
             Groups(user.dataset, self.batch_global, user.drop_last, self._part, self._stream),
             batch_size=None,
             collate_fn=Collate(user.collate_fn),

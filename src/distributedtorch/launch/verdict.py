@@ -78,14 +78,14 @@ def _raised(end: End, status: int) -> Verdict:
 
 def _left_early(ranks: Sequence[Rank], ends: dict[int, End | None]) -> Verdict | None:
     """A rank that ended well while another still needed it."""
-    left = [rank for rank in ranks if rank.status == 0]
+    left = [rank for rank in ranks if rank.status == 0 or _came_to_its_end(ends[rank.number])]
     met = [end for end in ends.values() if end is not None and end.kind == "raised"]
     if not left or len(left) == len(ranks):
         return None
-    first = min(left, key=lambda rank: rank.ended or 0.0)
+    first = min(left, key=lambda rank: _left_at(rank, ends[rank.number]))
     end = ends[first.number]
     step = end.step if end is not None else 0
-    stayed = next(rank.number for rank in ranks if rank.status != 0)
+    stayed = next(rank.number for rank in ranks if rank not in left)
     other = met[0] if met else End(rank=stayed, kind="ended")
     text = (
         f"rank {first.number} left the loop after step {step} (its script ended with code 0) "
@@ -94,6 +94,15 @@ def _left_early(ranks: Sequence[Rank], ends: dict[int, End | None]) -> Verdict |
     detail = f"rank {other.rank} waited at {other.where}\n" if other.where else ""
     do = "do: give every rank the same number of steps, and let all of them break, return or exit together"
     return Verdict(rank=first.number, time=first.ended or 0.0, text=text, code=1, detail=detail + do)
+
+
+def _came_to_its_end(end: End | None) -> bool:
+    """Whether its script ended by itself, even if the process was still on its way out (stopping data workers)."""
+    return end is not None and end.kind == "ended"
+
+
+def _left_at(rank: Rank, end: End | None) -> float:
+    return end.time if end is not None else rank.ended or 0.0
 
 
 def killed(number: int) -> str:

@@ -1,0 +1,136 @@
+"""Memory and bytes on the wire of every plan on a model of 100M parameters, against ZeRO's formulas.
+
+Runs in a network namespace of its own, so that the loopback interface counts this job's bytes only (needs root and
+`unshare`). `python benchmarks/memory_wire.py` writes benchmarks/results/memory_wire.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.step_time import Gpt, machine  # noqa: E402
+
+STEPS = 3
+MIB = 1 << 20
+
+
+def counters() -> int:
+    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def inside(out: Path) -> None:
+    """One rank: train a few steps and write what was held and sent."""
+    import distributedtorch as dt
+    from distributedtorch.core.world import here
+
+    torch.set_num_threads(1)
+    imported = resident()
+    torch.manual_seed(0)
+    model = Gpt(layers=12, d=768, vocabulary=20480, length=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    model, optimizer = dt.distribute(model, optimizer)
+    gc.collect()
+    ids = torch.randint(0, 20480, (1, 17))
+
+    def step() -> None:
+        F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    dt.barrier()
+    before, sent = counters(), sum(t.bytes_sent for t in here().comm.traffic.values())
+    dt.barrier()
+    for _ in range(STEPS):
+        step()
+    ours = (sum(t.bytes_sent for t in here().comm.traffic.values()) - sent) / STEPS
+    dt.barrier()
+    wire = (counters() - before) / STEPS / dt.world()
+    held = here().loop.members[0].sync.bytes_held()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    row = {"psi": size, "held": held, "wire": wire, "counted": ours, "peak above imports": peak - imported}
+    row["buckets"] = sorted({(c.span.stop - c.span.start) * 4 for c in here().loop.members[0].sync.collect.cells})  # type: ignore[attr-defined]
+    (out / f"rank{dt.rank()}.json").write_text(json.dumps(row))
+
+
+def formula(plan: str, psi: int, ranks: int) -> dict[str, float]:
+    share = {"ddp": (1, 1), "zero1": (1, ranks), "zero2": (ranks, ranks)}[plan]
+    return {"parameters": psi, "gradients": psi / share[0], "optimizer": 2 * psi / share[1]}
+
+
+def verdicts(plan: str, ranks: int, row: dict[str, Any]) -> dict[str, bool]:
+    due, bucket = formula(plan, row["psi"], ranks), max(row["buckets"])
+    sent = 2 * row["psi"] * (ranks - 1) / ranks
+    return {
+        **{kind: abs(row["held"][kind] - value) <= 0.05 * value + bucket for kind, value in due.items()},
+        "wire": row["wire"] <= 1.01 * sent + 65536 and row["wire"] >= 0.99 * sent,
+        "counters agree": abs(row["counted"] - row["wire"]) <= 0.01 * row["wire"] + 65536,
+    }
+
+
+def alone() -> None:
+    """Enter a network namespace of this process's own, with its loopback up."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x40000000) != 0:
+        raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWNET): run as root")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, 0x8914, struct.pack("16sh", b"lo", 0x1 | 0x40))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inside:
+        inside(given.inside)
+        return 0
+    alone()
+    results, failed = [], 0
+    for ranks in (2, 4):
+        for plan in ("ddp", "zero1", "zero2"):
+            out = Path(f"/tmp/memory_wire-{os.getpid()}-{plan}-{ranks}")
+            out.mkdir()
+            command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(ranks), "--plan", plan]
+            subprocess.run([*command, __file__, "--inside", str(out)], check=True, capture_output=True)
+            rows = [json.loads((out / f"rank{k}.json").read_text()) for k in range(ranks)]
+            due = formula(plan, rows[0]["psi"], ranks)
+            worst = {k: all(verdicts(plan, ranks, row)[k] for row in rows) for k in verdicts(plan, ranks, rows[0])}
+            failed += not all(worst.values())
+            row = max(rows, key=lambda r: r["peak above imports"])
+            print(
+                f"{plan:6} {ranks} ranks: MiB held { ({k: round(v / MIB, 1) for k, v in row['held'].items()}) } "
+                f"due { ({k: round(v / MIB, 1) for k, v in due.items()}) } peak {row['peak above imports'] / MIB:.0f} "
+                f"wire {row['wire'] / MIB:.2f} counted {row['counted'] / MIB:.2f} "
+                f"due {2 * row['psi'] * (ranks - 1) / ranks / MIB:.2f} {worst}",
+                flush=True,
+            )
+            results.append({"plan": plan, "ranks": ranks, "rows": rows, "due": due, "within": worst})
+    written = {"machine": machine(), "steps": STEPS, "results": results}
+    (ROOT / "benchmarks/results/memory_wire.json").write_text(json.dumps(written, indent=1))
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

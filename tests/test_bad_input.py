@@ -1,0 +1,200 @@
+"""Bad input: refused as soon as it can be known, in words (given, needed, do), with a code not 0 and nothing left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import distributedtorch as dt
+from distributedtorch.distribute import release
+
+HEAD = """
+import os, sys
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import distributedtorch as dt
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(12, 4), torch.randint(0, 2, (12,)))
+loader = DataLoader(data, batch_size=4)
+rank = int(os.environ.get("RANK", 0))
+"""
+LOOP = """
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+@dataclass(frozen=True)
+class Bad:
+    name: str
+    script: str
+    says: tuple[str, ...]
+    """Fragments the message must have."""
+    workers: int = 0
+    """0: plain `python script.py`."""
+    plan: str | None = None
+    head: bool = True
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+CALL = "model, optimizer, loader = dt.distribute(model, optimizer, loader)\n"
+CASES = [
+    Bad("unknown word", "dt.distribute(model, plan='zero22')", ("zero22", "zero2")),
+    Bad("contradictory words", "dt.distribute(model, plan='ddp,zero1,clip=-1')", ("ddp", "zero1", "clip")),
+    Bad("not built yet", "dt.distribute(model, plan='tensor=2')", ("tensor", "not built yet")),
+    Bad("unknown word on the command line", CALL, ("zer1", "zero1"), workers=2, plan="zer1"),
+    Bad("no workers", "dt.distribute(model, workers=0)", ("workers=0", "1 or more")),
+    Bad("world that does not fit the call", CALL[:-2] + ", workers=3)", ("workers=3", "2 process"), workers=2),
+    Bad("batch size none", "dt.distribute(DataLoader(data, batch_size=None))", ("batch_size", "do:"), workers=2),
+    Bad("batch size 0", "dt.distribute(loader, plan='batch=0')", ("batch", "1")),
+    Bad(
+        "optimizer not over the model",
+        "dt.distribute(nn.Linear(2, 2), optimizer)",
+        ("in no model given", "optimizer after model.to"),
+    ),
+    Bad("same object twice", "dt.distribute(model, model)", ("twice", "each once")),
+    Bad("same object in two calls", "dt.distribute(model); dt.distribute(model)", ("twice", "each once")),
+    Bad("not a thing to distribute", "dt.distribute(model, 3)", ("int", "models, optimizers")),
+    Bad("nothing", "dt.distribute()", ("a model",)),
+    Bad(
+        "model on two devices",
+        "dt.distribute(model.append(nn.Linear(2, 2, device='meta')))",
+        ("cpu and meta", "one device"),
+    ),
+    Bad(
+        "after training began",
+        "F.cross_entropy(model(data[:][0]), data[:][1]).backward()\ndt.distribute(model)",
+        ("has a gradient already", "before the first backward"),
+    ),
+    Bad(
+        "one parameter in two optimizers",
+        "dt.distribute(model, optimizer, torch.optim.Adam(model.parameters()))",
+        ("two opt",),
+    ),
+    Bad("lbfgs", "dt.distribute(model, torch.optim.LBFGS(model.parameters()))", ("LBFGS", "line search"), workers=2),
+    Bad("wrapped in DataParallel", "dt.distribute(nn.DataParallel(model))", ("DataParallel", "plain")),
+    Bad(
+        "models differ between ranks",
+        "model[1] = nn.Linear(8, 2 + rank)\ndt.distribute(model)",
+        ("rank 0", "rank 1", "1.weight", "(2, 8)", "(3, 8)"),
+        workers=2,
+    ),
+    Bad(
+        "dataset lengths differ",
+        "loader = DataLoader(TensorDataset(torch.randn(12 + rank, 4)), batch_size=4)\ndt.distribute(loader)",
+        ("rank 0", "rank 1", "12", "13"),
+        workers=2,
+    ),
+    Bad(
+        "sum-reduced loss",
+        CALL + LOOP.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y, reduction='sum')"),
+        ("the loss is a sum", "mean"),
+        workers=2,
+    ),
+    Bad(
+        "uneven token mean",
+        CALL + LOOP.replace("y)", "y.where(torch.arange(len(y)) < 2 - rank, -100))"),
+        ("unevenly", "dt.weight"),
+        workers=2,
+    ),
+    Bad(
+        "a gradient hook on a parameter",
+        CALL + "model[0].weight.register_hook(lambda g: g.clamp(-1, 1))\n" + LOOP,
+        ("gradient hook", "0.weight"),
+        workers=2,
+    ),
+    Bad(
+        "already divided",
+        "from torch.utils.data import DistributedSampler as D\n"
+        "dt.distribute(DataLoader(data, batch_size=4, sampler=D(data, num_replicas=2, rank=rank)))",
+        ("DistributedSampler", "do:"),
+        workers=2,
+    ),
+    Bad(
+        "own process group",
+        "torch.distributed.init_process_group('gloo', init_method='file:///tmp/' + os.environ['UNIQUE'], rank=rank, "
+        "world_size=2)\ndt.distribute(model)",
+        ("initialised already", "remove init_process_group"),
+        workers=2,
+    ),
+    Bad("never distributed", "import torch\nprint('hello')", ("never call", "dt.distribute"), workers=2, head=False),
+    Bad(
+        "a Trainer that starts its own",
+        "from transformers import Trainer, TrainingArguments\nTrainer(args=TrainingArguments('x'))",
+        ("Trainer", "dt.distribute"),
+        workers=2,
+        head=False,
+    ),
+    Bad("a number above the world", CALL, ("RANK",), environ=(("RANK", "2"), ("WORLD_SIZE", "2"))),
+    Bad(
+        "a batch skipped on one rank",
+        CALL
+        + LOOP.replace(
+            "x, y in loader:",
+            "x, y in loader:\n    if rank and len(x) and x is not None and loader.cursor.batches == 2: continue",
+        ),
+        ("same batch", "rank 1"),
+        workers=2,
+    ),
+]
+
+
+def left_running(marker: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if marker.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("bad", [bad for bad in CASES if not bad.workers and not bad.environ], ids=lambda bad: bad.name)
+def test_refused_in_one_process(bad: Bad) -> None:
+    try:
+        with pytest.raises(dt.DistributedTorchError) as refused:
+            exec(HEAD + textwrap.dedent(bad.script), {})
+    finally:
+        release()
+    for fragment in (*bad.says, "do:"):
+        assert fragment in str(refused.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bad", [bad for bad in CASES if bad.workers or bad.environ], ids=lambda bad: bad.name)
+def test_refused_and_ended(bad: Bad, tmp_path: Path) -> None:
+    script, marker = tmp_path / "train.py", uuid.uuid4().hex
+    script.write_text((HEAD if bad.head else "") + textwrap.dedent(bad.script))
+    command = [sys.executable, str(script)]
+    if bad.workers:
+        plan = ["--plan", bad.plan] if bad.plan else []
+        command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(bad.workers), *plan, str(script)]
+    environ = {**os.environ, "UNIQUE": marker, **dict(bad.environ)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode != 0
+    for fragment in (*bad.says, "do:"):
+        assert fragment in ended.stderr
+    assert left_running(marker) == []
+
+
+def test_batch_smaller_than_the_world_is_no_error(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD.replace("batch_size=4", "batch_size=1") + CALL + LOOP + "print('trained')")
+    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", str(script)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "trained\n"
+    assert "1 global = 1 + 0" in ended.stderr
