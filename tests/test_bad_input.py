@@ -55,7 +55,6 @@ CASES = [
     Bad("not built yet", "dt.distribute(model, plan='tensor=2')", ("tensor", "not built yet")),
     Bad("unknown word on the command line", CALL, ("zer1", "zero1"), workers=2, plan="zer1"),
     Bad("no workers", "dt.distribute(model, workers=0)", ("workers=0", "1 or more")),
-    Bad("world that does not fit the call", CALL[:-2] + ", workers=3)", ("workers=3", "2 process"), workers=2),
     Bad("batch size none", "dt.distribute(DataLoader(data, batch_size=None))", ("batch_size", "do:"), workers=2),
     Bad("batch size 0", "dt.distribute(loader, plan='batch=0')", ("batch", "1")),
     Bad(

@@ -25,7 +25,8 @@ from distributedtorch.core.errors import (
 from distributedtorch.core.plan import Plan
 from distributedtorch.distribute import distribute
 from distributedtorch.launch.start import prepare as _prepare
-from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, total, weight, world
+from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, stats, total, weight, world
+from distributedtorch.verify.measure import verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,7 +46,9 @@ __all__ = [
     "mean",
     "print",
     "rank",
+    "stats",
     "total",
+    "verify",
     "weight",
     "world",
 ]

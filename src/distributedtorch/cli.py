@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distributedtorch import recipes
 from distributedtorch.core.errors import DistributedTorchError
 from distributedtorch.launch.supervise import supervise
 from distributedtorch.verify import measure
@@ -65,6 +66,7 @@ def check_plan(plan: str | None, workers: int) -> None:
 
 COMMANDS: dict[str, Command] = {
     "run": Command(help="run a script in several processes", add_arguments=_run_arguments, act=_run),
+    "plan": Command(help="say what a plan means", add_arguments=recipes.add_arguments, act=recipes.run),
     "verify": Command(
         help="measure that a plan gives the result of one process", add_arguments=measure.add_arguments, act=measure.act
     ),

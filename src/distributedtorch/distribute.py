@@ -19,6 +19,7 @@ from distributedtorch.core.world import World, here
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream, serve_all_loaders
+from distributedtorch.launch.place import find
 from distributedtorch.launch.start import join_world
 from distributedtorch.launch.supervise import restart
 from distributedtorch.sync import batchnorm
@@ -61,17 +62,19 @@ def distribute(*objects: Any, plan: str | Plan | None = None, workers: int | Non
     """
     effective, origin = resolve(*sources(os.environ), plan)
     effective = verify_record.plan_here(effective)
-    _start(verify_record.workers_here(workers), effective, plan)
+    _start(verify_record.workers_here(workers), effective)
     world = here()
     effective.check(world.size, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     inspect.check(given, [*RUN.models, *given.models], world.size)
     if world.size == 1 and not effective.numerics().words and not verify_record.wanted():
-        report.line(effective, origin, world, [], batchnorms=0, workers_from=None)
+        report.line(effective, origin, world, [], batchnorms=0, workers=workers)
         _remember(effective, given)
         return _back(list(objects))
     join_world()
-    result = _attach(objects, given, effective, origin, world)
+    result, loaders = _attach(objects, given, effective, world)
+    batchnorms = sum(batchnorm.count(model) for model in given.models) if world.size > 1 else 0
+    report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
     _remember(effective, given)
     return result
 
@@ -86,22 +89,17 @@ def release() -> None:
         kept.clear()
 
 
-def _start(workers: int | None, plan: Plan, said: str | Plan | None) -> None:
-    world = here()
-    if workers is None or workers == world.size:
+def _start(workers: int | None, plan: Plan) -> None:
+    """Start `workers` processes where this one was started alone; a world that is there is joined as it is."""
+    if workers is None or workers == here().size or find().launcher != "none":
         return
     if workers < 1:
         raise LaunchError(explain(f"workers={workers}", "1 or more", "give the number of processes to start"))
-    if world.size > 1 or (world.joined and RUN.plan is not None):
-        raise LaunchError(
-            explain(
-                f"workers={workers} in the call, but {world.size} process{'es' if world.size > 1 else ''} were started",
-                "one number",
-                f"drop workers=, or start {workers}",
-            )
-        )
+    if RUN.plan is not None:
+        given = f"workers={workers} in a later call, but the first ran as one process"
+        raise LaunchError(explain(given, "the number in the first call", f"put workers={workers} there"))
     plan.check(workers)
-    restart(workers, str(said) if said is not None else None)
+    restart(workers)
 
 
 def _remember(plan: Plan, given: inspect.Given) -> None:
@@ -111,7 +109,7 @@ def _remember(plan: Plan, given: inspect.Given) -> None:
     RUN.schedulers += given.schedulers
 
 
-def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, origin: dict[str, str], world: World) -> Any:
+def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World) -> tuple[Any, list[Loader]]:
     loop, comm = world.loop, world.comm
     loop.batches.models += given.models
     many = world.size > 1
@@ -123,7 +121,9 @@ def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, origin: 
         inspect.same_everywhere(given, list(loaders.values()), plan, comm)
         for model in given.models:
             attach.same_weights(model, comm)
-    synchronised = sum(batchnorm.synchronise(model, loop) for model in given.models) if many else 0
+    if many:
+        for model in given.models:
+            batchnorm.synchronise(model, loop)
     if plan.recompute:
         attach.recompute(given.models)
     build = recipes.MENU[plan.sync].build
@@ -135,9 +135,8 @@ def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, origin: 
     if many and RUN.plan is None:
         attach.own_randomness(world.rank)
     verify_record.attach(loop, given.models)
-    report.line(plan, origin, world, list(loaders.values()), batchnorms=synchronised, workers_from=None)
     RUN.loaders += loaders.values()
-    return _back([loaders.get(id(thing), thing) for thing in objects])
+    return _back([loaders.get(id(thing), thing) for thing in objects]), list(loaders.values())
 
 
 def _back(objects: list[Any]) -> Any:

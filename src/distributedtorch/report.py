@@ -20,20 +20,19 @@ def line(
     loaders: list[Loader],
     *,
     batchnorms: int,
-    workers_from: str | None,
+    workers: int | None,
 ) -> None:
     """Print the line on rank 0's standard error."""
     if world.rank == 0:
-        print(
-            f"distributedtorch: {' · '.join(parts(plan, origin, world, loaders, batchnorms))}",
-            file=sys.stderr,
-            flush=True,
-        )
+        said = parts(plan, origin, world, loaders, batchnorms=batchnorms, workers=workers)
+        print(f"distributedtorch: {' · '.join(said)}", file=sys.stderr, flush=True)
 
 
-def parts(plan: Plan, origin: dict[str, str], world: World, loaders: list[Loader], batchnorms: int) -> list[str]:
+def parts(
+    plan: Plan, origin: dict[str, str], world: World, loaders: list[Loader], *, batchnorms: int, workers: int | None
+) -> list[str]:
     """The line's parts, in order."""
-    said = [_workers(world), f"plan {_words(plan, origin)}"]
+    said = [_workers(world, workers), f"plan {_words(plan, origin)}"]
     said += [f"batch {loader.note}" for loader in loaders]
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
     if world.size > 1:
@@ -45,11 +44,13 @@ def parts(plan: Plan, origin: dict[str, str], world: World, loaders: list[Loader
     return said
 
 
-def _workers(world: World) -> str:
+def _workers(world: World, workers: int | None) -> str:
     if world.size == 1:
         return "1 process"
-    source = "dtorch" if os.environ.get("DISTRIBUTEDTORCH_RUN") else "torchrun"
-    return f"{world.size} workers ({os.environ.get('DISTRIBUTEDTORCH_WORKERS_SOURCE', source)})"
+    source = "command line" if os.environ.get("DISTRIBUTEDTORCH_RUN") else "torchrun"
+    source = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", source)
+    asked = "" if workers is None or workers == world.size else f", not {workers} as in the call"
+    return f"{world.size} workers ({source}{asked})"
 
 
 def _words(plan: Plan, origin: dict[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -99,6 +100,38 @@ def weight(loss: Tensor, n: float | Tensor) -> Tensor:
     if comm.world == 1:
         return loss
     return loss * (units * comm.world / everywhere) if units else loss.nan_to_num(0.0) * 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What this rank holds and has sent so far."""
+
+    steps: int
+    """Optimizer steps taken."""
+    bytes_held: dict[str, int]
+    """Parameters, gradients and optimizer state kept between steps."""
+    bytes_sent: dict[str, int]
+    """Payload sent by this rank, by kind of exchange."""
+    seconds_waiting: dict[str, float]
+    """Time the training thread was held, by kind of exchange."""
+    exchanges: dict[str, int]
+    """Exchanges begun, by kind."""
+
+
+def stats() -> Stats:
+    """Bytes held and sent, and time waited, on this rank since the start."""
+    held: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for member in here().loop.members:
+        for kind, size in member.sync.bytes_held().items():
+            held[kind] += size
+    traffic = {kind: t for kind, t in here().comm.traffic.items() if t.count}
+    return Stats(
+        steps=here().loop.steps,
+        bytes_held=held,
+        bytes_sent={kind: t.bytes_sent for kind, t in traffic.items()},
+        seconds_waiting={kind: t.seconds for kind, t in traffic.items()},
+        exchanges={kind: t.count for kind, t in traffic.items()},
+    )
 
 
 @contextmanager

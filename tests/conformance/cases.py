@@ -68,7 +68,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(31, 16)
-        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, bias=False)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True, bias=False)
         self.out = nn.Linear(16, 31, bias=False)
         self.out.weight = self.embed.weight
 
@@ -125,8 +125,16 @@ def plan_of(case: Case) -> str:
     return case.plan + (f",accumulate={WINDOW}" if case.training.accumulation == "word" else "")
 
 
-def train(training: Training, distribute: Callable[..., Any] | None = None, order: str = "given") -> nn.Module:
-    """The user's loop. `order`: rows of each batch as given, or reversed (the rounding noise)."""
+def permuted(x: Tensor, y: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """The same rows in another order, for the rounding noise; order 0 is as given."""
+    if order == 0:
+        return x, y
+    rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(order)).to(x.device)
+    return x[rows], y[rows]
+
+
+def train(training: Training, distribute: Callable[..., Any] | None = None, order: int = 0) -> nn.Module:
+    """The user's loop."""
     model, optimizer, loader, scheduler = make(training)
     epochs = 4 if training.accumulation == "none" else 12  # at least 30 optimizer steps
     if distribute is not None:
@@ -134,9 +142,7 @@ def train(training: Training, distribute: Callable[..., Any] | None = None, orde
     seen = 0
     for _ in range(epochs):
         for x, y in loader:
-            if order == "reversed":
-                x, y = x.flip(0), y.flip(0)
-            loss = model(x, y)
+            loss = model(*permuted(x, y, order))
             if training.accumulation == "hand":
                 (loss / WINDOW).backward()
                 seen += 1
@@ -148,7 +154,7 @@ def train(training: Training, distribute: Callable[..., Any] | None = None, orde
     return model
 
 
-def train_by_windows(training: Training, order: str = "given") -> nn.Module:
+def train_by_windows(training: Training, order: int = 0) -> nn.Module:
     """What `accumulate=3` means, written out: the mean over all rows of up to three batches of one epoch."""
     model, optimizer, loader, scheduler = make(training)
     for _ in range(12):
@@ -157,9 +163,7 @@ def train_by_windows(training: Training, order: str = "given") -> nn.Module:
             window = batches[start : start + WINDOW]
             rows = sum(len(x) for x, _ in window)
             for x, y in window:
-                if order == "reversed":
-                    x, y = x.flip(0), y.flip(0)
-                (model(x, y) * len(x) / rows).backward()
+                (model(*permuted(x, y, order)) * len(x) / rows).backward()
             _update(training, model, optimizer, scheduler)
     return model
 
@@ -172,7 +176,7 @@ def _update(training: Training, model: nn.Module, optimizer: torch.optim.Optimiz
     optimizer.zero_grad()
 
 
-def truth(training: Training, order: str = "given") -> nn.Module:
+def truth(training: Training, order: int = 0) -> nn.Module:
     return train_by_windows(training, order) if training.accumulation == "word" else train(training, order=order)
 
 

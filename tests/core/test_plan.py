@@ -318,8 +318,8 @@ def test_resolve_keeps_faults_and_names_the_source() -> None:
 def test_sources() -> None:
     assert sources({}) == sources({"DISTRIBUTEDTORCH_PLAN": " "}) == (None, None)
     assert sources({"DISTRIBUTEDTORCH_PLAN": "zero1"}) == (None, "zero1")
-    passed = {"DISTRIBUTEDTORCH_PLAN": "zero1", "DISTRIBUTEDTORCH_PLAN_SOURCE": "command line"}
-    assert sources(passed) == ("zero1", None)
+    passed = {"DISTRIBUTEDTORCH_PLAN": "ddp", "DISTRIBUTEDTORCH_RUN_PLAN": "zero1"}
+    assert sources(passed) == ("zero1", "ddp")
 
 
 def test_table() -> None:

@@ -21,7 +21,7 @@ import sys
 from distributedtorch.launch import join, place, record, supervise
 here = place.find()
 if here.launcher == "none":
-    supervise.restart(2, None)
+    supervise.restart(2)
     print("never here")
 join.join(here, device_type="cpu")
 print("rank", here.rank, sys.argv[1:], flush=True)
@@ -82,9 +82,16 @@ def test_a_script_that_cannot_take_part_is_refused(source, words, tmp_path):
     "source", ["import distributedtorch as dt\n", "import helper\n", "from . import x\n", "x = (\n"]
 )
 def test_a_script_that_may_take_part_is_let_through(source, tmp_path):
-    (tmp_path / "helper.py").touch()
+    (tmp_path / "helper.py").write_text("import distributedtorch\n")
     (tmp_path / "train.py").write_text(source)
     script.check(str(tmp_path / "train.py"), 2)
+
+
+def test_a_script_whose_own_modules_do_not_take_part_is_refused(tmp_path):
+    (tmp_path / "helper.py").write_text("import torch\n")
+    (tmp_path / "train.py").write_text("import helper\n")
+    with pytest.raises(LaunchError, match="never calls"):
+        script.check(str(tmp_path / "train.py"), 2)
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -107,4 +114,4 @@ def test_a_script_from_stdin_cannot_be_repeated(tmp_path):
 def test_several_processes_are_refused_off_linux(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(LaunchError, match="Linux for several processes"):
-        supervise.restart(2, None)
+        supervise.restart(2)

@@ -1,4 +1,4 @@
-"""Scripts written without knowing the library, two lines added to each: same weights at every world under every plan."""
+"""Scripts written without knowing the library, two lines added: same weights at every world under every plan."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Comm:
         """The exchange the training thread is held in, and since when (monotonic); read by the watch."""
         self.count = 0
         self._counts: dict[str, int] = defaultdict(int)
-        self._jobs: queue.SimpleQueue[tuple[Pending, Callable[[], None]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._free: dict[tuple[int, torch.dtype, torch.device | None], list[Tensor]] = defaultdict(list)
 
@@ -248,14 +248,23 @@ class Comm:
 
     def _progress(self) -> None:
         while True:
-            pending, run = self._jobs.get()
+            job = self._jobs.get()
+            if job is None:
+                return
+            pending, run = job
             try:
                 run()
             except BaseException as error:
                 pending.error = error
-            finally:
-                pending.done.set()
-                del pending, run
+            done = pending.done
+            del job, pending, run  # before anyone goes on: gloo's handles must not be freed while Python ends
+            done.set()
+
+    def close(self) -> None:
+        """End the progress thread; it may be held by a rank that is gone, so not for ever."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=1.0)
 
     def _others(self) -> list[int]:
         """The other ranks, each rank beginning after itself so that not all talk to one."""

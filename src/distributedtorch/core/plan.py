@@ -269,7 +269,8 @@ def _nearest(word: Word) -> str | None:
     given = key(word).removeprefix("wire=").lower()
     ways = {name.removeprefix("wire="): name for name, row in WORDS.items() if row.kind == "wire"}
     names = ways if word.name == "wire" else ways | {name: name for name in WORDS} | ALIASES
-    return next((names[found] for found in difflib.get_close_matches(given, names, n=1)), None)
+    close = [names[found] for found in difflib.get_close_matches(given, names, n=4)]
+    return next((name for name in close if name in _menu), close[0] if close else None)
 
 
 def _repeat_faults(words: tuple[Word, ...]) -> Iterator[str]:
@@ -378,10 +379,9 @@ def _product_fault(world: int, sizes: dict[str, int], replicas: int | None) -> s
 
 
 def sources(environ: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """What the environment says as (command line, DISTRIBUTEDTORCH_PLAN): a launcher passes its own `--plan` here."""
-    text = environ.get("DISTRIBUTEDTORCH_PLAN", "").strip() or None
-    launched = environ.get("DISTRIBUTEDTORCH_PLAN_SOURCE") == "command line"
-    return (text, None) if launched else (None, text)
+    """What the environment says as (command line, DISTRIBUTEDTORCH_PLAN): `dtorch run --plan` travels beside it."""
+    launched, own = (environ.get(f"DISTRIBUTEDTORCH_{name}", "").strip() or None for name in ("RUN_PLAN", "PLAN"))
+    return launched, own
 
 
 def resolve(

@@ -96,7 +96,7 @@ def environment(number: int, workers: int, port: int, folder: Path, plan: str | 
         "DISTRIBUTEDTORCH_RUN": str(folder),
     }
     if plan is not None:
-        env["DISTRIBUTEDTORCH_PLAN"] = plan
+        env["DISTRIBUTEDTORCH_RUN_PLAN"] = plan
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if "OMP_NUM_THREADS" not in env:

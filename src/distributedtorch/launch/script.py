@@ -13,6 +13,7 @@ from distributedtorch.core.where import is_users
 
 _LOADERS = {"importlib", "runpy"}
 _OWN_LAUNCHERS = {"lightning": "Lightning", "pytorch_lightning": "Lightning", "transformers": "transformers' Trainer"}
+_MOST_FILES = 50
 _LINE = "add `import distributedtorch as dt` and `model, optimizer, loader = dt.distribute(model, optimizer, loader)`"
 
 
@@ -66,9 +67,26 @@ def _may_distribute(top: str, folder: Path) -> bool:
         return True  # not here to be judged: an editable install, or an import error that Python will report
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
     if any(is_users(place) for place in places):
-        return True
+        return any(_speaks_of_us(Path(place)) for place in places)
     needs = (importlib.metadata.requires(name) for name in importlib.metadata.packages_distributions().get(top, []))
     return any("distributedtorch" in need for found in needs for need in found or [])
+
+
+def _speaks_of_us(place: Path) -> bool:
+    """Whether a module's or package's own files name this library, or import more that might."""
+    package = place.parent if place.name == "__init__.py" else place
+    files = [place] if package.is_file() else [*package.rglob("*.py")]
+    for file in files[:_MOST_FILES]:
+        source = file.read_text(encoding="utf-8", errors="replace")
+        if "distributedtorch" in source:
+            return True
+        try:
+            names = {name.partition(".")[0] for name in _imports(ast.parse(source))}
+        except (SyntaxError, ValueError):
+            return True
+        if any((file.parent / f"{name}.py").exists() or (file.parent / name).is_dir() for name in names if name):
+            return True
+    return len(files) > _MOST_FILES
 
 
 def _other_launcher(names: set[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -60,6 +61,7 @@ def join_world() -> World:
     world.comm = Comm(place.rank, place.world)
     world.loop = Loop(world.comm)
     world.joined = True
+    atexit.register(world.comm.close)
     said = record.say if place.run_folder else None
     watch.start(place, client, lambda: _status(world), fail=record.fail, say=said)
     return world

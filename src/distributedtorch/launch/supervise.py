@@ -46,7 +46,7 @@ def supervise(
     Args:
         command: What each rank executes, the interpreter first.
         workers: How many ranks to start.
-        plan: Handed to the ranks as `DISTRIBUTEDTORCH_PLAN`; None leaves the environment as it is.
+        plan: Handed to the ranks as `DISTRIBUTEDTORCH_RUN_PLAN`; None leaves the environment as it is.
         script: The Python file the command runs, looked at before anything starts; None: not looked at.
         port: Where the ranks meet, on loopback; None takes a free one.
 
@@ -272,7 +272,7 @@ def _refuse_platform(workers: int) -> None:
         raise LaunchError(explain(given, "Linux for several processes", "run one process here, or start on Linux"))
 
 
-def restart(workers: int, plan: str | None) -> NoReturn:
+def restart(workers: int) -> NoReturn:
     """Run the command this process was started with `workers` times, then exit with the code of that run.
 
     Raises:
@@ -281,7 +281,8 @@ def restart(workers: int, plan: str | None) -> NoReturn:
     _refuse_platform(workers)
     _refuse_unrepeatable(workers)
     sys.stdout.flush()
-    code = supervise([sys.executable, *sys.orig_argv[1:]], workers, plan=plan, script=None)
+    os.environ["DISTRIBUTEDTORCH_WORKERS_SOURCE"] = "call"
+    code = supervise([sys.executable, *sys.orig_argv[1:]], workers, plan=None, script=None)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

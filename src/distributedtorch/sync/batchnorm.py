@@ -22,13 +22,17 @@ from distributedtorch.core.step import Loop
 _loop: list[Loop] = []
 
 
-def synchronise(model: nn.Module, loop: Loop) -> int:
-    """Make every batch normalisation of `model` use the global batch; returns how many there are."""
-    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+def count(model: nn.Module) -> int:
+    """How many batch normalisations a model has."""
+    return sum(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def synchronise(model: nn.Module, loop: Loop) -> None:
+    """Make every batch normalisation of `model` use the global batch."""
     _loop[:] = [loop]
-    for module in found:
-        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
-    return len(found)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def forward(self: _BatchNorm, input: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def _recorded(command: list[str], job: Job, folder: Path, extra: dict[str, str],
     environ = {name: value for name, value in os.environ.items() if name not in _PLACE}
     environ |= {record.FOLDER: str(folder), record.STEPS: str(job.steps), **extra}
     if job.plan is not None:
-        environ |= {"DISTRIBUTEDTORCH_PLAN": job.plan, "DISTRIBUTEDTORCH_PLAN_SOURCE": "command line"}
+        environ["DISTRIBUTEDTORCH_RUN_PLAN"] = job.plan
     process = processes.start(1, [sys.executable, *command], environ, folder)
     try:
         os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
