@@ -19,9 +19,13 @@ from torch import Tensor
 _ALIGN = 16
 
 
-def bucket_bytes() -> int:
-    """Bytes a bucket aims at; DISTRIBUTEDTORCH_BUCKET_BYTES overrides."""
-    return int(os.environ.get("DISTRIBUTEDTORCH_BUCKET_BYTES", str(8 << 20)))
+def bucket_bytes(total: int) -> int:
+    """Bytes a bucket aims at: about eight to a model, so that they overlap with backward, between 1 and 25 MiB.
+
+    DISTRIBUTEDTORCH_BUCKET_BYTES overrides.
+    """
+    given = os.environ.get("DISTRIBUTEDTORCH_BUCKET_BYTES")
+    return int(given) if given else min(max(total // 8, 1 << 20), 25 << 20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class Slab:
 
 def lay_out(params: Sequence[Tensor], world: int, *, whole: bool, limit: int | None = None) -> list[Slab]:
     """Plan slabs for `params` (in the order given). `whole`: a parameter is owned by one rank, never divided."""
-    limit = limit or bucket_bytes()
+    limit = limit or bucket_bytes(sum(map(_bytes, params)))
     owners = _balance(params, world) if whole else None
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, param in enumerate(params):

@@ -78,13 +78,19 @@ class Comm:
 
     # The exchanges a part asks for.
 
-    def reduce_scatter(self, name: str, flat: Tensor, bounds: Sequence[int], scale: float) -> Pending:
-        """Sum `flat` over ranks, times `scale`; afterwards this rank's piece of it holds the result."""
-        return self._begin("reduce-scatter", name, flat, bounds, scale, gather=False)
+    def reduce_scatter(self, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None = None) -> Pending:
+        """Sum `flat` over ranks; afterwards `out`, or else this rank's piece of `flat`, holds the result."""
+        mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
+        if out is not None and not (_direct(flat) and self.world > 1):
+            pending = self._begin("reduce-scatter", name, flat, bounds, mine, gather=False)
+            pending.tail.append(lambda: _copy(mine, out))
+            return pending
+        return self._begin("reduce-scatter", name, flat, bounds, mine if out is None else out, gather=False)
 
-    def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], scale: float) -> Pending:
-        """Sum `flat` over ranks, times `scale`, everywhere; `bounds` says who sums what."""
-        return self._begin("all-reduce", name, flat, bounds, scale, gather=True)
+    def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int]) -> Pending:
+        """Sum `flat` over ranks, everywhere; `bounds` says who sums what."""
+        mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
+        return self._begin("all-reduce", name, flat, bounds, mine, gather=True)
 
     def all_gather(self, name: str, flat: Tensor, bounds: Sequence[int]) -> Pending:
         """Spread every rank's piece of `flat` to all."""
@@ -149,31 +155,31 @@ class Comm:
     # How they are made.
 
     def _begin(
-        self, kind: str, name: str, flat: Tensor, bounds: Sequence[int], scale: float | None, *, gather: bool
+        self, kind: str, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool
     ) -> Pending:
         pending = Pending(self, kind, name)
         if self.world == 1:
-            if scale is not None and scale != 1.0:
-                flat[bounds[0] : bounds[-1]].mul_(scale)
             pending.done.set()
             return pending
         if flat.is_cuda and _has_nccl():
-            return self._nccl(pending, flat, bounds, scale, gather=gather)
+            return self._nccl(pending, flat, bounds, reduce=out is not None, gather=gather)
         host = flat if _direct(flat) else flat.to("cpu")
         if host is not flat:
             pending.tail.append(lambda: _copy_result(flat, host, bounds, self.rank, gather=gather))
-        self._direct_exchange(pending, host, bounds, scale, gather=gather)
+        if out is not None and host is not flat:
+            out = host[bounds[self.rank] : bounds[self.rank + 1]]
+        self._direct_exchange(pending, host, bounds, out, gather=gather)
         return pending
 
     def _direct_exchange(
-        self, pending: Pending, flat: Tensor, bounds: Sequence[int], scale: float | None, *, gather: bool
+        self, pending: Pending, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool
     ) -> None:
         """Post what can be posted now; the progress thread sums and posts the rest."""
         tag = self._tag(pending.name)
         size = flat.element_size()
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
         total, own = bounds[-1] - bounds[0], mine.stop - mine.start
-        if scale is None:
+        if out is None:
             self._count(pending.kind, own * (self.world - 1) * size)
             receives, sends = self._gather_posts(flat, bounds, tag)
             self._hand_over(pending, lambda: _wait_all(receives + sends))
@@ -192,7 +198,7 @@ class Comm:
             _wait_all(receives)
             if own:
                 parts[self.rank] = flat[mine]
-                _sum_in_order([parts[k] for k in range(self.world)], flat[mine], scale)
+                _sum_in_order([parts[k] for k in range(self.world)], out)
                 self.give_back(received)
             _wait_all(sends)
             if gather:
@@ -211,15 +217,12 @@ class Comm:
         sends = [_post(dist.isend, mine, k, tag) for k in self._others()] if mine.numel() else []
         return receives, sends
 
-    def _nccl(
-        self, pending: Pending, flat: Tensor, bounds: Sequence[int], scale: float | None, *, gather: bool
-    ) -> Pending:
+    def _nccl(self, pending: Pending, flat: Tensor, bounds: Sequence[int], *, reduce: bool, gather: bool) -> Pending:
         """The same on NCCL's stream: whole-buffer calls where pieces are equal, one per owner where not."""
         works: _Works = []
         pieces = [flat[bounds[k] : bounds[k + 1]] for k in range(self.world)]
         self._count(pending.kind, (bounds[-1] - bounds[0]) * flat.element_size() * (self.world - 1) // self.world)
-        if scale is not None:
-            flat[bounds[0] : bounds[-1]].mul_(scale)
+        if reduce:
             if gather:
                 works.append((dist.all_reduce(flat[bounds[0] : bounds[-1]], async_op=True), self.rank))
             else:
@@ -322,11 +325,15 @@ def _gone(peer: int, error: RuntimeError) -> PeerError:
     return PeerError(f"rank {peer} is gone or out of reach ({said})")
 
 
-def _sum_in_order(parts: list[Tensor], out: Tensor, scale: float) -> None:
+def _sum_in_order(parts: list[Tensor], out: Tensor) -> None:
     total = parts[0]
-    for part in parts[1:]:
+    for part in parts[1:-1]:
         total.add_(part)
-    torch.mul(total, scale, out=out)
+    torch.add(total, parts[-1], out=out)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 def _copy_result(flat: Tensor, host: Tensor, bounds: Sequence[int], rank: int, *, gather: bool) -> None:

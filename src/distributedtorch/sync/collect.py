@@ -16,14 +16,12 @@ from distributedtorch.core.bucket import Bucket, Slab, Slot
 from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import UsageError, explain
 
-_AHEAD = 2
+_AHEAD = 3
 _TWICE = explain(
     "a parameter got more of its gradient after that had been sent to the other ranks",
     "one gradient per parameter and backward",
     "use torch.utils.checkpoint with use_reentrant=False",
 )
-
-Send = Callable[[str, Tensor, Sequence[int], float], Pending]
 
 
 class Cell:
@@ -36,10 +34,15 @@ class Cell:
         self.buffer: Tensor | None = None
         """The bucket's own memory, where gradients only pass through."""
         self.pending: Pending | None = None
+        self.in_place = False
+        """Whether the result goes to where it is kept without a stop in the bucket."""
 
     @property
     def span(self) -> slice:
         return slice(self.bucket.bounds[0], self.bucket.bounds[-1])
+
+
+Send = Callable[[Cell, Tensor, Sequence[int]], Pending]
 
 
 class Collect:
@@ -70,6 +73,7 @@ class Collect:
                 self.of_param[index].append(cell)
         self.filled = [False] * len(params)
         """Whether a slab holds gradients of earlier batches of the window that `p.grad` does not show."""
+        self.scaled = [False] * len(params)
         self.next = 0
         self.travelling: deque[Cell] = deque()
         self.exchange, self.hide, self.held = True, False, False
@@ -78,6 +82,7 @@ class Collect:
     def begin(self, *, exchange: bool, hide: bool) -> None:
         """Make ready for a backward."""
         self.exchange, self.hide, self.next, self.held = exchange, hide, 0, False
+        self.scaled = [False] * len(self.params)
         for cell in self.cells:
             cell.missing = len(cell.bucket.slots)
             cell.came.clear()
@@ -85,7 +90,8 @@ class Collect:
     def ready(self, index: int, *, again: bool) -> None:
         """Take parameter `index`'s gradient, and send the buckets that are full now."""
         param = self.params[index]
-        if again and any(cell.pending is not None for cell in self.of_param[index]):
+        sent = any(cell.pending is not None for cell in self.of_param[index])
+        if again and (sent or (self.keep and self.scaled[index])):
             raise UsageError(_TWICE)
         if self.keep:
             self._keep(index, param)
@@ -98,13 +104,18 @@ class Collect:
                 self._launch_full()
 
     def _keep(self, index: int, param: nn.Parameter) -> None:
+        """Bring a gradient into its slab, scaled on the way where it is about to be sent."""
         grad, view = param.grad, self.views[index]
-        if grad is not view:
-            assert grad is not None
-            if self.filled[index]:
+        assert grad is not None
+        scale = self.scale if self.exchange and not self.held else 1.0
+        if grad is not view and not self.filled[index]:
+            torch.mul(grad, scale, out=view) if scale != 1.0 else view.copy_(grad)
+        else:
+            if grad is not view:
                 view.add_(grad)
-            else:
-                view.copy_(grad)
+            if scale != 1.0:
+                view.mul_(scale)
+        self.scaled[index] = self.exchange and not self.held
         self.filled[index] = self.hide
         param.grad = None if self.hide else view
 
@@ -119,7 +130,7 @@ class Collect:
             high = min(cell.span.stop, slot.start + slot.numel)
             there = self._memory(cell)[low - cell.span.start : high - cell.span.start]
             here = flat[low - slot.start : high - slot.start]
-            there.add_(here) if again else there.copy_(here)
+            there.add_(here, alpha=self.scale) if again else torch.mul(here, self.scale, out=there)
             cell.came.add(index)
 
     def _memory(self, cell: Cell) -> Tensor:
@@ -149,11 +160,19 @@ class Collect:
         """Begin what waits for gradients that did not come: they count as zero."""
         if self.keep:
             for index, param in enumerate(self.params):
-                if param.grad is None and not self.filled[index]:
-                    self.views[index].zero_()
+                if not self.scaled[index]:
+                    self._scale(index, param)
         while self.next < len(self.cells):
             self._launch(self.cells[self.next])
             self.next += 1
+
+    def _scale(self, index: int, param: nn.Parameter) -> None:
+        """Scale what stands in the slab from before, or make it zero where nothing does."""
+        view = self.views[index]
+        if param.grad is not view and not self.filled[index]:
+            view.zero_()
+        elif self.scale != 1.0:
+            view.mul_(self.scale)
 
     def _launch(self, cell: Cell) -> None:
         if self.keep:
@@ -162,7 +181,7 @@ class Collect:
             while len(self.travelling) >= _AHEAD:
                 self._land(self.travelling.popleft())
             flat, bounds = self._complete(cell), tuple(b - cell.span.start for b in cell.bucket.bounds)
-        cell.pending = self.send(cell.name, flat, bounds, self.scale)
+        cell.pending = self.send(cell, flat, bounds)
         self.travelling.append(cell)
 
     def land(self) -> None:

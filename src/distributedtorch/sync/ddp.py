@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distributedtorch.core.bucket import lay_out
-from distributedtorch.core.comm import Comm
+from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.plan import Traits
 from distributedtorch.core.step import Sync
-from distributedtorch.sync.collect import Collect
+from distributedtorch.sync.collect import Cell, Collect
 
 TRAITS = Traits(lockstep=True, owns="none", places="rank")
 
@@ -35,9 +35,12 @@ class Ddp(Sync):
         comm: Comm,
         name: str,
     ) -> None:
-        self.params, self.names, self.optimizer, self.scale = params, names, optimizer, 1.0
+        self.params, self.names, self.optimizer, self.comm, self.scale = params, names, optimizer, comm, 1.0
         slabs = lay_out(params, comm.world, whole=False)
-        self.collect = Collect(params, slabs, comm, comm.all_reduce, name=f"gradients/{name}", keep=True)
+        self.collect = Collect(params, slabs, comm, self._send, name=f"gradients/{name}", keep=True)
+
+    def _send(self, cell: Cell, flat: Tensor, bounds: Sequence[int]) -> Pending:
+        return self.comm.all_reduce(cell.name, flat, bounds)
 
     @property
     def filled(self) -> list[bool]:

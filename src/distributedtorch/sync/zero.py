@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from distributedtorch.core.bucket import Slab, Slot, lay_out
-from distributedtorch.core.comm import Comm
+from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.plan import Traits
 from distributedtorch.core.step import Sync
@@ -51,9 +51,7 @@ class Zero(Sync):
         self.slabs = lay_out(params, comm.world, whole=whole)
         self.flats = [_move_in(slab, params) for slab in self.slabs]
         keep, name_sent = stage == 1, f"gradients/{name}"
-        self.collect = Collect(
-            params, self.slabs, comm, comm.reduce_scatter, name=name_sent, keep=keep, arrived=self._arrived
-        )
+        self.collect = Collect(params, self.slabs, comm, self._send, name=name_sent, keep=keep, arrived=self._arrived)
         self.shards = [_shard(slab, comm.rank) for slab in self.slabs] if stage == 2 else []
         self.eager = stage == 2
         self.held = [self._held(slab, k, slot) for k, slab, slot in self._slots()]
@@ -118,9 +116,18 @@ class Zero(Sync):
         self.collect.scale = self.scale if self.stage == 1 else 1.0 / self.comm.world
         self.collect.launch_rest()
 
+    def _send(self, cell: Cell, flat: Tensor, bounds: Sequence[int]) -> Pending:
+        """Stage 2: the sum goes straight into the shard where nothing stands there to be added to."""
+        cell.in_place = self.stage == 2 and not any(self.content[index] for index in cell.bucket.slots)
+        rank, out = self.comm.rank, None
+        if cell.in_place:
+            first = _own(self.slabs[cell.slab], rank)[0]
+            out = self.shards[cell.slab][cell.bucket.bounds[rank] - first : cell.bucket.bounds[rank + 1] - first]
+        return self.comm.reduce_scatter(cell.name, flat, bounds, out)
+
     def _arrived(self, cell: Cell) -> None:
-        """Stage 2: move this rank's part of a bucket into its shard."""
-        if self.stage == 1:
+        """Stage 2: add this rank's part of a bucket to its shard."""
+        if self.stage == 1 or cell.in_place:
             return
         assert cell.buffer is not None
         rank, start = self.comm.rank, cell.span.start
