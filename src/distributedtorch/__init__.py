@@ -25,6 +25,7 @@ from distributedtorch.core.errors import (
 from distributedtorch.core.plan import Plan
 from distributedtorch.distribute import distribute
 from distributedtorch.launch.start import prepare as _prepare
+from distributedtorch.saving import load, save
 from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, stats, total, weight, world
 from distributedtorch.verify.measure import verify
 
@@ -42,10 +43,12 @@ __all__ = [
     "device",
     "distribute",
     "is_main",
+    "load",
     "main_first",
     "mean",
     "print",
     "rank",
+    "save",
     "stats",
     "total",
     "verify",

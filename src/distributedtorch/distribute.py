@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
-from distributedtorch import attach, inspect, recipes, report
+from distributedtorch import attach, inspect, recipes, report, saving
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.core.plan import Plan, resolve, sources
@@ -22,25 +16,9 @@ from distributedtorch.data.stream import Stream, serve_all_loaders
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import join_world
 from distributedtorch.launch.supervise import restart
+from distributedtorch.run import RUN
 from distributedtorch.sync import batchnorm
 from distributedtorch.verify import record as verify_record
-
-
-@dataclass
-class Run:
-    """What this process has distributed so far."""
-
-    plan: Plan | None = None
-    models: list[nn.Module] = field(default_factory=list)
-    optimizers: list[Optimizer] = field(default_factory=list)
-    schedulers: list[LRScheduler] = field(default_factory=list)
-    loaders: list[Loader] = field(default_factory=list)
-    stream: Stream | None = None
-    restore: list[Callable[[], None]] = field(default_factory=list)
-    """What undoes the changes made to torch's own classes."""
-
-
-RUN = Run()
 
 
 def distribute(*objects: Any, plan: str | Plan | None = None, workers: int | None = None) -> Any:
@@ -112,6 +90,8 @@ def _remember(plan: Plan, given: inspect.Given) -> None:
 def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World) -> tuple[Any, list[Loader]]:
     loop, comm = world.loop, world.comm
     loop.batches.models += given.models
+    if saving.carry_out_after_step not in loop.after_step:
+        loop.after_step.append(saving.carry_out_after_step)
     many = world.size > 1
     if RUN.stream is None and many:
         RUN.stream = _one_stream(world)

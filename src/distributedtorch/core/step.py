@@ -129,6 +129,10 @@ class Loop:
         """Called when global gradients are in place, before anything (clipping) changes them."""
         self.after_step: list[Callable[[Member], None]] = []
         """Called when an optimizer has stepped and all ranks agree."""
+        self.requests: list[str] = []
+        """What this rank alone asked for, to be carried out by all after a step (saves)."""
+        self.requested = 0
+        """The most such requests any rank had at the last exchange."""
         self._original: Callable[..., None] | None = None
 
     def stepped(self, member: Member) -> None:
@@ -169,6 +173,7 @@ class Loop:
             for hook in member.hooks:
                 hook.remove()
         self.members, self.batches, self.explicit, self._own_hooks = [], Batches(), None, 0
+        self.requests, self.requested = [], 0
         if self._original is not None:
             torch.autograd.backward, self._original = self._original, None
 
@@ -371,6 +376,7 @@ class Loop:
             float(self.steps),
             rows.mine if rows else 1.0,
             -1.0 if self.kept is None else self.kept,
+            float(len(self.requests)),
         ]
         flags = [
             float(value)
@@ -382,7 +388,8 @@ class Loop:
     def _agree(self, members: list[Member], rows: Tensor) -> tuple[list[list[bool]], list[bool]]:
         self._same_batch(rows[:, :2].tolist())
         self._same_units(rows[:, 2:4].tolist())
-        used, touched, at = [], [], 4
+        self.requested = int(rows[:, 4].amax())
+        used, touched, at = [], [], 5
         for member in members:
             votes, positions = rows[:, at + 1].tolist(), rows[:, at + 2].tolist()
             if min(positions) != max(positions):

@@ -1,0 +1,31 @@
+"""What this process has distributed so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from distributedtorch.core.plan import Plan
+from distributedtorch.data.loader import Loader
+from distributedtorch.data.stream import Stream
+
+
+@dataclass
+class Run:
+    """What this process has distributed so far."""
+
+    plan: Plan | None = None
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    loaders: list[Loader] = field(default_factory=list)
+    stream: Stream | None = None
+    restore: list[Callable[[], None]] = field(default_factory=list)
+    """What undoes the changes made to torch's own classes."""
+
+
+RUN = Run()
