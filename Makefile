@@ -23,5 +23,12 @@ lint: .venv/.ready          ## style and strict types
 matrix: .venv/.ready        ## the whole equality matrix: plan x world x optimizer x model x accumulation x clip
 	$(BIN)/python -m tests.conformance.matrix
 
+bench: .venv/.ready         ## step time, memory and wire beside torch's own (root for the network namespace)
+	$(BIN)/python benchmarks/step_time.py --rounds 40
+	$(BIN)/python benchmarks/memory_wire.py
+
+failures: .venv/.ready      ## every kind of failure 20 times: seconds, rank named, processes left
+	$(BIN)/python benchmarks/failures.py --times 20
+
 clean:
 	rm -rf .venv .dtorch demo.png .mypy_cache .ruff_cache

@@ -37,7 +37,7 @@ def _zero(stage: int) -> Callable[..., Sync]:
 
 
 UNCHANGED = "as without it"
-PAIR_TEST: str | None = None
+PAIR_TEST: str | None = "tests/conformance/test_words.py"
 """The test that trains under every pair of built words; None while there is none."""
 
 MENU: dict[str, Recipe] = {

@@ -1,0 +1,52 @@
+"""What each process of a pool runs: every pair of built words, the weights kept by plan text."""
+
+from __future__ import annotations
+
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+import distributedtorch as dt
+from distributedtorch.distribute import release
+from tests.conformance.cases import PLANS
+from tests.conformance.loops import adam, rows
+
+WORDS = ("accumulate=2", "batch=4", "clip=0.05", "recompute")
+TEXTS = sorted({",".join(dict.fromkeys(pair)) for pair in combinations([*WORDS, *WORDS], 2)})
+
+
+def train(plan: str) -> nn.Module:
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(8, 3))
+    optimizer = adam(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    model, optimizer, data, scheduler = dt.distribute(model, optimizer, rows(), scheduler, plan=plan)
+    for _ in range(3):
+        for x, y in data:
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return model
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    for plan in PLANS:
+        for text in TEXTS:
+            state = {name: tensor.contiguous() for name, tensor in train(f"{plan},{text}").state_dict().items()}
+            if dt.is_main():
+                save_file(state, folder / f"{plan},{text}-{dt.world()}.safetensors")
+            release()
+
+
+if __name__ == "__main__":
+    dt.barrier()
+    main(Path(sys.argv[1]))
