@@ -50,14 +50,20 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     sync: Sync = build(trained, [names[id(p)] for p in trained], given, world.comm, number)
     member = world.loop.add(sync, plan.accumulate)
     frozen = [(names[id(p)], p) for p in mine if not p.requires_grad]
-    _through(given, member, world, plan, frozen)
+    _through(given, member, world, plan, frozen, names={id(p): names[id(p)] for p in mine})
     state_of = getattr(sync, "whole_state", None)
     if state_of is not None:
         _whole_state(given, state_of, sync.take_state)  # type: ignore[attr-defined]
 
 
 def _through(
-    given: Optimizer, member: Member, world: World, plan: Plan, frozen: list[tuple[str, nn.Parameter]]
+    given: Optimizer,
+    member: Member,
+    world: World,
+    plan: Plan,
+    frozen: list[tuple[str, nn.Parameter]],
+    *,
+    names: dict[int, str],
 ) -> None:
     """Put the library's step before the optimizer's own, on this object only."""
     original = given.step
@@ -74,7 +80,8 @@ def _through(
         member.calls += 1
         if not member.closing:
             return loss
-        loop.flush(member)
+        loop.before_step(member)
+        _refuse_strangers(self, names)
         _refuse_thawed(frozen)
         if clip is not None:
             shown = [p for p in member.sync.params if p.grad is not None]
@@ -86,6 +93,18 @@ def _through(
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     given.step = types.MethodType(step, given)  # type: ignore[method-assign]
+
+
+def _refuse_strangers(given: Optimizer, names: dict[int, str]) -> None:
+    for group in given.param_groups:
+        if any(id(param) not in names for param in group["params"]):
+            raise UsageError(
+                explain(
+                    "the optimizer has parameters it did not have at dt.distribute (add_param_group)",
+                    "all parameters in the optimizer at dt.distribute",
+                    "add the group before dt.distribute, with lr=0 or requires_grad_(False) until it is to train",
+                )
+            )
 
 
 def _refuse_thawed(frozen: list[tuple[str, nn.Parameter]]) -> None:

@@ -44,7 +44,7 @@ def distribute(*objects: Any, plan: str | Plan | None = None, workers: int | Non
     world = here()
     effective.check(world.size, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
-    inspect.check(given, [*RUN.models, *given.models], world.size)
+    inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size)
     if world.size == 1 and not effective.numerics().words and not verify_record.wanted():
         report.line(effective, origin, world, [], batchnorms=0, workers=workers)
         _remember(effective, given)

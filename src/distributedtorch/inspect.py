@@ -64,12 +64,12 @@ def sort(objects: Sequence[Any], known: Sequence[Any]) -> Given:
     return given
 
 
-def check(given: Given, models: Sequence[nn.Module], world: int) -> None:
+def check(given: Given, models: Sequence[nn.Module], earlier: Sequence[Optimizer], world: int) -> None:
     """Refuse what cannot be distributed, as soon as it can be known."""
     for model in given.models:
         _check_model(model, world)
     known = {id(p): name for model in models for name, p in model.named_parameters()}
-    taken: dict[int, str] = {}
+    taken = {id(p): type(o).__name__ for o in earlier for group in o.param_groups for p in group["params"]}
     for optimizer in given.optimizers:
         if world > 1:
             optimizers.refuse(optimizer)

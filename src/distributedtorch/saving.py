@@ -6,7 +6,6 @@ after their next optimizer step, or when they end, and says so.
 
 from __future__ import annotations
 
-import atexit
 import json
 import sys
 import time
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 from distributedtorch.checkpoint import simple as folder
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.step import Member
-from distributedtorch.core.world import here
-from distributedtorch.launch import record
+from distributedtorch.core.world import BEFORE_LEAVING, here
 from distributedtorch.launch.join import client
 from distributedtorch.launch.start import join_world
 from distributedtorch.run import RUN
@@ -203,15 +201,15 @@ def _check(files: Mapping[str, Mapping[str, Tensor]], card: Mapping[str, Any]) -
         raise CheckpointError(explain(given, "the model and optimizers it was saved from", "build the same, then load"))
 
 
-@atexit.register
 def _at_exit() -> None:
     """What a rank asked for and no step carried out is carried out when all ranks end."""
-    if here().size == 1 or not here().joined or record.failed():
-        return
     try:
         if client(timeout_seconds=2).add(_ASKED, 0) > sum(_done):
             carry_out()
-    except (RuntimeError, CheckpointError) as error:
+    except (RuntimeError, ValueError) as error:
         print(
             f"distributedtorch: a save asked for on one rank was not carried out: {error}", file=sys.stderr, flush=True
         )
+
+
+BEFORE_LEAVING.append(_at_exit)

@@ -443,3 +443,52 @@ def mixed_types_and_layouts(distribute: Distribute) -> Any:
         F.mse_loss(model(x) * model.gain, y).backward()
         opt.step()
     return model
+
+
+@loop
+def two_backwards_before_two_steps(distribute: Distribute) -> Any:
+    one, two = net(), net(12)
+    opt_one, opt_two = adam(one), adam(two)
+    one, two, opt_one, opt_two, data = distribute(one, two, opt_one, opt_two, rows())
+    for x, y in data:
+        opt_one.zero_grad()
+        opt_two.zero_grad()
+        F.mse_loss(one(x), y).backward()
+        F.mse_loss(two(x), y).backward()
+        opt_one.step()
+        opt_two.step()
+    return {**one.state_dict(), **{f"two.{k}": v for k, v in two.state_dict().items()}}
+
+
+@loop
+def irregular_windows_without_reads(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows(80, 4))
+    batches = iter(list(data) * 3)
+    for number, window in enumerate((3, 3, 3, 3, 3, 3, 2, 3, 3, 1, 3, 3, 3, 3)):
+        for _ in range(window):
+            x, y = next(batches)
+            (F.mse_loss(model(x), y) / window).backward()
+        if number == 12:
+            opt.zero_grad()
+        opt.step()
+        opt.zero_grad()
+    return model
+
+
+@loop
+def a_second_phase(distribute: Distribute) -> Any:
+    model, head = net(), nn.Linear(3, 3).to(DEVICE)
+    opt, opt_head = adam(model), adam(head)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+    head, opt_head = distribute(head, opt_head)
+    for x, y in data:
+        opt_head.zero_grad()
+        F.mse_loss(head(model(x).detach()), y).backward()
+        opt_head.step()
+    return {**model.state_dict(), **{f"head.{k}": v for k, v in head.state_dict().items()}}

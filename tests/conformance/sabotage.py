@@ -20,8 +20,8 @@ from distributedtorch.sync.gradient import Held
 def ranks_count_equally() -> None:
     settle = batches.Batches.settle
 
-    def wrong(self: batches.Batches) -> batches.Rows | None:
-        rows = settle(self)
+    def wrong(self: batches.Batches, *, explicit: bool) -> batches.Rows | None:
+        rows = settle(self, explicit=explicit)
         return rows and batches.Rows(mine=1.0, everywhere=float(torch.distributed.get_world_size()), batch=rows.batch)
 
     batches.Batches.settle = wrong  # type: ignore[method-assign]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +39,32 @@ def train(plan: str) -> nn.Module:
     return model
 
 
+def two_losses(distribute: Callable[..., Any] | None) -> nn.Module:
+    """Two backwards per batch in windows of two batches; written out where there is no library."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = adam(model)
+    if distribute is None:
+        for _ in range(2):
+            batches = list(rows())
+            for start in range(0, len(batches), 2):
+                window = batches[start : start + 2]
+                for x, y in window:
+                    part = len(x) / sum(len(a) for a, _ in window)
+                    (part * (F.mse_loss(model(x), y) + F.l1_loss(model(x), y))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model
+    model, optimizer, data = distribute(model, optimizer, rows())
+    for _ in range(2):
+        for x, y in data:
+            F.mse_loss(model(x), y).backward()
+            F.l1_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -45,6 +74,11 @@ def main(folder: Path) -> None:
             if dt.is_main():
                 save_file(state, folder / f"{plan},{text}-{dt.world()}.safetensors")
             release()
+        state = dict(two_losses(partial(dt.distribute, plan=f"{plan},accumulate=2")).state_dict())
+        release()
+        if dt.is_main():
+            save_file(state, folder / f"{plan},two losses-{dt.world()}.safetensors")
+            save_file(dict(two_losses(None).state_dict()), folder / "two losses.safetensors")
 
 
 if __name__ == "__main__":

@@ -53,13 +53,15 @@ class Batches:
     def arrived(self, rows: Rows, batch: Any) -> None:
         """A loader hands out a batch."""
         self.present, self._recognised = rows, False
+        self._tag(rows, batch)
+        if not torch.is_grad_enabled():
+            return  # an evaluation
         handed = self._handed.setdefault(rows.source, [])
         handed.append(rows)
-        self._tag(rows, batch)
         if len(handed) > 1:
             if not self._ahead:
                 self._listen()
-            self._ahead.setdefault(rows.source, set()).update(r.share for r in handed)
+            self._ahead.setdefault(rows.source, {handed[0].share}).add(rows.share)
 
     def _tag(self, rows: Rows, batch: Any) -> None:
         for leaf in tree_leaves(batch):
@@ -86,12 +88,12 @@ class Batches:
                 self.present, self._recognised = known[1], True
                 return
 
-    def settle(self) -> Rows | None:
-        """At a backward: the rows its loss is over; refuses where that cannot be told."""
+    def settle(self, *, explicit: bool) -> Rows | None:
+        """At a backward: the rows its loss is over; refuses where that cannot be told and was not said."""
         handed, self._handed = self._handed, {}
         rows = self.present
-        if rows is None:
-            return None
+        if rows is None or explicit:
+            return rows
         if not self._recognised and len(self._ahead.get(rows.source, ())) > 1:
             raise UsageError(_AHEAD)
         self._recognised = False

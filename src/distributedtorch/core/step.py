@@ -40,6 +40,8 @@ class Sync(ABC):
     def filled(self) -> list[bool]:
         """Which parameters have gradients of earlier backwards that were not exchanged and are not shown."""
 
+    windowed: bool = False
+    """Whether steps are made of windows of several batches (`accumulate`)."""
     scale: float
     """What the sum over ranks is multiplied by, set by the loop before the first `ready` of a backward."""
 
@@ -62,6 +64,10 @@ class Sync(ABC):
     @abstractmethod
     def finish(self, used: Sequence[bool]) -> None:
         """Complete the exchanges; `used[i]`: some rank has a gradient for parameter i."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """After a backward that no rank's gradients of this sync came from: show again what `begin` put away."""
 
     @abstractmethod
     def wipe(self, index: int) -> None:
@@ -116,6 +122,8 @@ class Loop:
         """How much this rank's gradient counts in the present backward, 1 where all ranks have equal rows."""
         self.present_units = 1.0
         self._own_hooks = 0
+        self._broken = False
+        """A backward ended in an exception."""
         self.members: list[Member] = []
         self.batches = Batches()
         self.explicit: Rows | None = None
@@ -159,9 +167,12 @@ class Loop:
     def add(self, sync: Sync, accumulate: int) -> Member:
         """Take a sync in: hook its parameters."""
         member = Member(sync, accumulate)
+        sync.windowed = accumulate > 1
         self.members.append(member)
         for index, param in enumerate(sync.params):
             member.hooks.append(param.register_post_accumulate_grad_hook(self._hook(member, index)))
+            if self._own_hooks:
+                member.hooks.append(param.register_hook(self._weigher(member)))
         if self._original is None:
             self._original = torch.autograd.backward
             torch.autograd.backward = self._around(self._original)
@@ -228,8 +239,10 @@ class Loop:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self._begin(roots)
             self.depth = 1
+            self._broken = True
             try:
                 original(tensors, *args, **kwargs)
+                self._broken = False
             finally:
                 self.depth = 0
             self._end()
@@ -238,8 +251,11 @@ class Loop:
         return backward
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
+        if self._broken and self.comm.world > 1:
+            raise DesyncError(_BROKEN)
         self.backwards += 1
-        rows = self.explicit or self.batches.settle()
+        rows = self.batches.settle(explicit=self.explicit is not None)
+        rows = self.explicit or rows
         self.kept = None if self.explicit else kept_units(roots, self.comm.world)
         for observe in self.observers:
             observe(roots, rows)
@@ -269,11 +285,16 @@ class Loop:
 
     def _end(self) -> None:
         exchanging = [m for m in self.members if m.exchanging or m.sync.eager]
+        for member in exchanging:
+            if member.accumulate == 1 and not member.touched and any(member.sync.filled):
+                self._touch(member)
         if any(m.touched for m in exchanging):
             self._exchange(exchanging)
         for member in self.members:
             if member.touched and member not in exchanging:
                 member.sync.finish(member.used())
+            if not member.touched:
+                member.sync.restore()
             if self._learns(member) and (member.window.defers or member.window.probes):
                 self._stand_in(member)
         self.explicit = None
@@ -323,16 +344,24 @@ class Loop:
             else:
                 filled[index] = False
 
+    def before_step(self, member: Member) -> None:
+        """Exchange what is still local, unless the user has dropped it."""
+        self._stand_down(member)
+        self.flush(member)
+
     def flush(self, member: Member) -> None:
         """Exchange what earlier backwards of a window left local: before a step, or when `p.grad` is read."""
-        if not (member.window.open and self._learns(member)):
+        if not member.window.open:
             return
+        member.window.open = False
         member.exchanging, member.touched = True, any(member.sync.filled)
         member.sync.begin(exchange=True, hide=False)
         member.seen = [False] * len(member.seen)
         if member.touched:
             self._touch(member)
         self._exchange([member])
+        if not member.touched:
+            member.sync.restore()
 
     def exchange_assigned(self, member: Member) -> None:
         """Gradients the user computed without `backward` (autograd.grad) and put into `p.grad`: exchange them now."""
@@ -363,8 +392,8 @@ class Loop:
                 self._touch(member)
                 member.sync.launch_rest()
         for member, flags in zip(members, used, strict=True):
-            member.window.open = member.window.open and not member.exchanging
             if member.touched:
+                member.window.open = member.window.open and not member.exchanging
                 member.sync.finish(flags)
         for observe in self.after_exchange:
             observe(members)
@@ -426,6 +455,13 @@ class Loop:
                 "loss = dt.weight(loss, n) before backward, n = this rank's number of targets that count",
             )
         )
+
+
+_BROKEN = explain(
+    "an earlier backward on this rank ended in an exception that was swallowed (out of memory?)",
+    "every rank to finish every backward: the others have waited for this one's gradients",
+    "let the exception end the run, or make the batch smaller; skipping a batch on one rank cannot be exact",
+)
 
 
 def _uneven_windows(positions: list[float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,9 @@ class World:
     comm: Comm = field(default_factory=lambda: Comm(0, 1))
     loop: Loop = field(default_factory=lambda: Loop(Comm(0, 1)))
 
+
+BEFORE_LEAVING: list[Callable[[], None]] = []
+"""What every rank does before it leaves the world in an orderly way."""
 
 _here = World()
 

@@ -12,7 +12,7 @@ import torch
 from distributedtorch.core import where
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.step import Loop
-from distributedtorch.core.world import World, accelerator, here, set_here
+from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
 from distributedtorch.launch import record
 from distributedtorch.launch.join import client, join
@@ -64,7 +64,15 @@ def join_world() -> World:
     atexit.register(world.comm.close)
     said = record.say if place.run_folder else None
     watch.start(place, client, lambda: _status(world), fail=record.fail, say=said)
+    atexit.register(_before_leaving)
     return world
+
+
+def _before_leaving() -> None:
+    """Runs before the exchange, the watch and the group are closed: it was registered after them."""
+    if not record.failed():
+        for act in BEFORE_LEAVING:
+            act()
 
 
 def _status(world: World) -> watch.Status:

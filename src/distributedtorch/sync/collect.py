@@ -74,10 +74,14 @@ class Collect:
         self.filled = [False] * len(params)
         """Whether a slab holds gradients of earlier batches of the window that `p.grad` does not show."""
         self.scaled = [False] * len(params)
+        self.shown: set[int] = set()
+        """Parameters whose slab holds an exchanged gradient that `p.grad` showed before this backward."""
         self.next = 0
         self.travelling: deque[Cell] = deque()
         self.exchange, self.hide, self.held = True, False, False
         self.scale = 1.0
+        self.apart = False
+        """Whether a window's factor makes old and new gradients scale differently (`accumulate`)."""
 
     def begin(self, *, exchange: bool, hide: bool) -> None:
         """Make ready for a backward."""
@@ -108,7 +112,9 @@ class Collect:
         grad, view = param.grad, self.views[index]
         assert grad is not None
         scale = self.scale if self.exchange and not self.held else 1.0
-        if grad is not view and not self.filled[index]:
+        if index in self.shown and not self.filled[index]:
+            view.mul_(1.0 / self.comm.world if scale != 1.0 or self.exchange else 1.0).add_(grad, alpha=scale)
+        elif grad is not view and not self.filled[index]:
             torch.mul(grad, scale, out=view) if scale != 1.0 else view.copy_(grad)
         else:
             if grad is not view:
@@ -118,6 +124,21 @@ class Collect:
         self.scaled[index] = self.exchange and not self.held
         self.filled[index] = self.hide
         param.grad = None if self.hide else view
+
+    def put_away(self) -> None:
+        """Take shown gradients out of autograd's way where old and new ones are scaled differently."""
+        self.shown.clear()
+        if self.apart:
+            for index, param in enumerate(self.params):
+                if param.grad is self.views[index]:
+                    self.shown.add(index)
+                    param.grad = None
+
+    def show(self) -> None:
+        """Show again what `put_away` took."""
+        for index in self.shown:
+            self.params[index].grad = self.views[index]
+        self.shown.clear()
 
     def _pass(self, index: int, param: nn.Parameter, *, again: bool) -> None:
         grad = param.grad
@@ -169,7 +190,9 @@ class Collect:
     def _scale(self, index: int, param: nn.Parameter) -> None:
         """Scale what stands in the slab from before, or make it zero where nothing does."""
         view = self.views[index]
-        if param.grad is not view and not self.filled[index]:
+        if index in self.shown:
+            view.mul_(1.0 / self.comm.world)
+        elif param.grad is not view and not self.filled[index]:
             view.zero_()
         elif self.scale != 1.0:
             view.mul_(self.scale)

@@ -47,7 +47,9 @@ class Ddp(Sync):
         return self.collect.filled
 
     def begin(self, *, exchange: bool, hide: bool) -> None:
+        self.collect.apart = self.windowed
         self.collect.begin(exchange=exchange, hide=hide)
+        self.collect.put_away()
 
     def ready(self, index: int, *, again: bool) -> None:
         self.collect.scale = self.scale
@@ -65,10 +67,14 @@ class Ddp(Sync):
         collect.land()
         if collect.hide:
             return
+        collect.show()
         for index, param in enumerate(self.params):
             if param.grad is None and (used[index] or collect.filled[index]):
                 param.grad = collect.views[index]
         collect.filled = [False] * len(self.params)
+
+    def restore(self) -> None:
+        self.collect.show()
 
     def wipe(self, index: int) -> None:
         self.collect.views[index].zero_()

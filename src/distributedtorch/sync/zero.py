@@ -59,6 +59,9 @@ class Zero(Sync):
         self.content = [False] * len(params)
         """Whether the pieces hold reduced gradients that a further backward adds to."""
         self.kept: dict[int, Tensor] = {}
+        self.put_away: list[int] = []
+        self.window = 1.0
+        """What the shown content has been multiplied by beyond the mean over ranks (stage 2)."""
         divide_state(optimizer, params, self.held, whole=whole)
 
     def _slots(self) -> Iterator[tuple[int, Slab, Slot]]:
@@ -84,21 +87,29 @@ class Zero(Sync):
         return self.collect.filled
 
     def begin(self, *, exchange: bool, hide: bool) -> None:
+        self.put_away = []
         for index, param in enumerate(self.params):
             grad = param.grad
             if isinstance(grad, DividedGrad):
                 self.held[index].settle()
                 param.grad = None
+                self.put_away.append(index)
                 self.content[index] = True
             elif grad is None and not (self.collect.hide and (self.stage == 2 or self.collect.filled[index])):
                 self.content[index] = False
                 self.kept.pop(index, None)
             elif grad is not None:
                 self.held[index].local.copy_(self.held[index].mine(grad))
+                self.held[index].square = None
                 param.grad = None
+                self.put_away.append(index)
                 self.content[index] = True
         if self.stage == 1 and not self.collect.hide:
             self._keep_aside()
+        if any(self.content):
+            self._window(1.0)
+        else:
+            self.window = 1.0
         self.collect.begin(exchange=exchange or self.stage == 2, hide=hide)
 
     def _keep_aside(self) -> None:
@@ -154,10 +165,15 @@ class Zero(Sync):
         self.kept = {}
         self._show(shown)
 
-    def _show(self, shown: list[bool]) -> None:
-        if self.stage == 2 and self.scale * self.comm.world != 1.0:
+    def _window(self, factor: float) -> None:
+        """Stage 2: multiply what has been gathered by a window's factor, in place of the one it had."""
+        if factor != self.window:
             for shard in self.shards:
-                shard.mul_(self.scale * self.comm.world)
+                shard.mul_(factor / self.window)
+            self.window = factor
+
+    def _show(self, shown: list[bool]) -> None:
+        self._window(self.scale * self.comm.world if self.stage == 2 else 1.0)
         self.collect.filled = [False] * len(self.params)
         squares = torch.stack([torch.linalg.vector_norm(held.local) for held in self.held]).double().square()
         if self.comm.world > 1:
@@ -167,6 +183,13 @@ class Zero(Sync):
             param.grad = DividedGrad(held) if show else None
 
     # The update.
+
+    def restore(self) -> None:
+        for index in self.put_away:
+            self.params[index].grad = DividedGrad(self.held[index])
+        self.put_away = []
+        if not self.collect.hide:
+            self.kept = {}
 
     def wipe(self, index: int) -> None:
         self.collect.views[index].zero_()
@@ -180,6 +203,7 @@ class Zero(Sync):
         theirs, state = [group["params"] for group in groups], optimizer.state
         place = {id(param): index for index, param in enumerate(self.params)}
         swapped: defaultdict[Tensor, Any] = defaultdict(dict)
+        swapped.update({key: value for key, value in state.items() if not isinstance(key, Tensor)})
         swapped.update({mine[i]: state[p] for i, p in enumerate(self.params) if i in mine and p in state})
         try:
             for group, params in zip(groups, theirs, strict=True):
@@ -201,6 +225,7 @@ class Zero(Sync):
                 piece.grad = None
             else:
                 piece.grad = DividedGrad(self.held[index])
+        state.update({key: value for key, value in swapped.items() if not isinstance(key, Tensor)})
         self.optimizer.state = state
 
     def _pieces(self) -> dict[int, Tensor]:
