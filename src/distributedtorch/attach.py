@@ -21,6 +21,7 @@ from distributedtorch.core.plan import Plan
 from distributedtorch.core.step import Member, Sync
 from distributedtorch.core.world import World
 from distributedtorch.launch import record
+from distributedtorch.sync.ddp import Ddp
 
 
 def same_weights(model: nn.Module, comm: Comm) -> None:
@@ -54,6 +55,18 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     state_of = getattr(sync, "whole_state", None)
     if state_of is not None:
         _whole_state(given, state_of, sync.take_state)  # type: ignore[attr-defined]
+
+
+def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> None:
+    """Average the gradients of trainable parameters that no optimizer has too: clipping and logging read them."""
+    loop = world.loop
+    for member in [m for m in loop.members if m.sync.optimizer is None]:
+        loop.remove(member)
+    owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    left = {id(p): (n, p) for m in models for n, p in m.named_parameters() if p.requires_grad and id(p) not in owned}
+    if left and optimizers:
+        names, params = (list(column) for column in zip(*reversed(left.values()), strict=True))
+        loop.add(Ddp(params, names, None, world.comm, "rest"), 1)
 
 
 def _through(

@@ -110,6 +110,8 @@ def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: W
     assert build is not None
     for optimizer in given.optimizers:
         attach.optimizer(optimizer, [*RUN.models, *given.models], plan, world, build)
+    if many:
+        attach.rest([*RUN.models, *given.models], [*RUN.optimizers, *given.optimizers], world)
     for scheduler in given.schedulers:
         attach.scheduler(scheduler, world)
     if many and RUN.plan is None:

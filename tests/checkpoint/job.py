@@ -1,69 +1,170 @@
-"""A training run that saves and loads: `job.py FOLDER WHAT PLAN`; results go to FOLDER as safetensors."""
+"""What the processes of the saving tests run: `job.py FOLDER PART`. States go to FOLDER as tensors.
 
+PART: `three`, `two` (saving and loading in a world of that size), `state of one rank`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import distributedtorch as dt
-
-folder, what, plan = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.manual_seed(0)
-torch.set_default_dtype(torch.float64)
-x = torch.randn(64, 6)
-model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-loader = DataLoader(TensorDataset(x, x[:, :2].sin()), 8)
-model, optimizer, loader, scheduler = dt.distribute(model, optimizer, loader, scheduler, plan=plan)
+from distributedtorch.core.world import here
+from distributedtorch.distribute import release
 
 
-def epoch() -> None:
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        scheduler.step()
+class Net(nn.Module):
+    """Tied weights, BatchNorm's integers, and a buffer that is a view of another."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, width, bias=False)
+        self.norm = nn.BatchNorm1d(width)
+        self.back = nn.Linear(width, 6, bias=False)
+        self.tied = nn.Linear(6, width)
+        self.tied.weight = self.first.weight
+        self.register_buffer("whole", torch.arange(8.0))
+        self.register_buffer("part", self.whole[2:5])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(self.back(self.norm(self.first(x)).tanh())).sum(dim=1)
 
 
-def keep(name: str) -> None:
-    state = optimizer.state_dict()["state"]
-    tensors = {f"m.{k}": v for k, v in model.state_dict().items()}
-    tensors |= {f"o.{i}.{k}": v for i, values in state.items() for k, v in values.items()}
-    tensors["lr"] = torch.tensor(scheduler.get_last_lr())
-    if dt.is_main():
-        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{name}.safetensors")
+class Training:
+    """The user's script, up to the second line."""
+
+    def __init__(self, plan: str, width: int = 16) -> None:
+        torch.manual_seed(0)
+        here().loop.steps = 0
+        x = torch.randn(64, 6, dtype=torch.float64)
+        net = Net(width).double()
+        adam = torch.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.8, 0.9))
+        milestones = torch.optim.lr_scheduler.MultiStepLR(adam, [4, 12], 0.5)
+        data = DataLoader(TensorDataset(x, x.sin().sum(dim=1)), 8)
+        self.model, self.optimizer, self.loader, self.scheduler = dt.distribute(net, adam, data, milestones, plan=plan)
+
+    def epoch(self) -> None:
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            F.mse_loss(self.model(x), y).backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def keep(self, file: Path) -> None:
+        """The whole state, taken without the library's files."""
+        state = self.optimizer.state_dict()
+        tensors = {f"m.{k}": v for k, v in self.model.state_dict().items()}
+        tensors |= {f"o.{i}.{k}": v for i, values in state["state"].items() for k, v in values.items()}
+        tensors["lr"] = torch.tensor([*self.scheduler.get_last_lr(), *state["param_groups"][0]["betas"]])
+        if dt.is_main():
+            save_file({k: v.clone().contiguous() for k, v in tensors.items()}, file)
 
 
-if what == "save":
-    epoch()
-    dt.save(folder / "ckpt")
-    keep("saved")
-    epoch()
-    keep("end")
-elif what == "load":
-    dt.load(folder / "ckpt")
-    keep("loaded")
-    epoch()
-    keep("end")
-elif what == "one rank":
-    epoch()
-    if dt.is_main():
-        dt.save(folder / "ckpt")
-    epoch()
-elif what == "bad path":
+def save(folder: Path, plan: str, name: str) -> None:
+    training = Training(plan)
+    training.epoch()
+    dt.save(folder / name)
+    training.keep(folder / f"{name}.saved")
+    training.epoch()
+    training.keep(folder / f"{name}.end")
+    release()
+
+
+def load(folder: Path, plan: str, name: str) -> None:
+    training = Training(plan)
+    dt.load(folder / name)
+    training.keep(folder / f"{name}.loaded-{plan}-{dt.world()}")
+    training.epoch()
+    training.keep(folder / f"{name}.end-{plan}-{dt.world()}")
+    release()
+
+
+def refused(call, *args) -> str:
     try:
-        dt.save(folder / "file" / "ckpt")
+        call(*args)
     except dt.CheckpointError as error:
-        print(dt.rank(), error)
-    epoch()
-    print("went on")
-elif what == "state of one rank":
-    epoch()
+        return str(error)
+    return ""
+
+
+def failures(folder: Path) -> dict[str, str]:
+    """What goes wrong on rank 0 only, and what all ranks are told; training goes on after it."""
+    training = Training("zero1")
+    training.epoch()
+    said = {"under a file": refused(dt.save, folder / "file" / "ckpt")}
+    dt.save(folder / "kept")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dt.is_main():
-        optimizer.state_dict()
-    epoch()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    said["disk"] = refused(dt.save, folder / "kept")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said["nothing there"] = refused(dt.load, folder / "nothing")
+    said["one rank's own path"] = refused(dt.load, folder / ("kept" if dt.is_main() else "nothing"))
+    training.epoch()
+    said["steps"] = str(here().loop.steps)
+    release()
+    Training("zero1", width=17)
+    said["another model"] = refused(dt.load, folder / "kept")
+    release()
+    return said
+
+
+def one_rank_only(folder: Path, plan: str) -> dict[str, float]:
+    training = Training(plan)
+    training.epoch()
+    dt.save(folder / f"twice-{plan}")
+    began = time.monotonic()
+    if dt.is_main():
+        dt.save(folder / f"mid-{plan}")
+        dt.save(folder / f"twice-{plan}")
+    seconds = time.monotonic() - began
+    training.epoch()
+    release()
+    return {plan: seconds}
+
+
+def two(folder: Path) -> None:
+    save(folder, "ddp", "ddp-2")
+    save(folder, "zero2", "zero2-2")
+    load(folder, "zero2", "zero1-3")
+    load(folder, "zero1", "one")
+    said = {**failures(folder), **one_rank_only(folder, "ddp"), **one_rank_only(folder, "zero1")}
+    (folder / f"said.{dt.rank()}").write_text(json.dumps(said))
+    training = Training("zero1")
+    training.epoch()
+    if dt.is_main():  # the other rank is at its end by then, and waits
+        time.sleep(0.5)
+        dt.save(folder / "exit-joined")
+        dt.save(folder / "exit-model", model=training.model)
+
+
+def three(folder: Path) -> None:
+    save(folder, "zero1", "zero1-3")
+    load(folder, "zero2", "one")
+    training = Training("zero2")
+    training.epoch()
+    if dt.is_main():
+        dt.save(folder / "exit-later")
+    else:
+        time.sleep(1.5)  # at its end only after rank 0's call has returned
+
+
+def state_of_one_rank(folder: Path) -> None:
+    training = Training("zero1")
+    training.epoch()
+    if dt.is_main():
+        training.optimizer.state_dict()
+    training.epoch()
+
+
+if __name__ == "__main__":
+    {"two": two, "three": three, "state of one rank": state_of_one_rank}[sys.argv[2]](Path(sys.argv[1]))

@@ -492,3 +492,33 @@ def a_second_phase(distribute: Distribute) -> Any:
         F.mse_loss(head(model(x).detach()), y).backward()
         opt_head.step()
     return {**model.state_dict(), **{f"head.{k}": v for k, v in head.state_dict().items()}}
+
+
+@loop
+def gradients_kept_over_two_losses(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        F.mse_loss(model(x), y).backward()
+        first = [p.grad for p in model.parameters()]
+        opt.zero_grad()
+        F.l1_loss(model(x), y).backward()
+        for p, g in zip(model.parameters(), first, strict=True):
+            p.grad = p.grad + 0.3 * g  # type: ignore[operator]
+        opt.step()
+        opt.zero_grad()
+    return model
+
+
+@loop
+def clip_over_more_than_the_optimizer_has(distribute: Distribute) -> Any:
+    model = net()
+    opt = torch.optim.Adam(model[2:].parameters(), lr=1e-2)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        model.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        opt.step()
+    return model

@@ -32,6 +32,7 @@ class Sync(ABC):
 
     params: list[nn.Parameter]
     names: list[str]
+    optimizer: torch.optim.Optimizer | None
     eager: bool = False
     """Whether it exchanges at every backward, also inside a window of several batches."""
 
@@ -178,6 +179,12 @@ class Loop:
             torch.autograd.backward = self._around(self._original)
         return member
 
+    def remove(self, member: Member) -> None:
+        """Let one sync go."""
+        self.members.remove(member)
+        for hook in member.hooks:
+            hook.remove()
+
     def close(self) -> None:
         """Let go of everything: no hook is left, `backward` is torch's own again."""
         for member in self.members:
@@ -315,8 +322,15 @@ class Loop:
     def _resolvers(
         self, member: Member, index: int, shown: Tensor | None
     ) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+        serial = member.window.serial
+
         def resolve() -> Tensor:
             member.window.read = True
+            if shown is not None:
+                self._stand_down(member)
+                return shown
+            if member.window.serial != serial:
+                raise UsageError(_HELD_TOO_LONG)
             self._stand_down(member)
             self.flush(member)
             grad = member.sync.params[index].grad
@@ -342,6 +356,7 @@ class Loop:
             if isinstance(grad, StandIn):
                 param.grad = grad.resolve.shown  # type: ignore[attr-defined]
             else:
+                member.window.blocked = member.window.blocked or filled[index] or member.window.probes
                 filled[index] = False
 
     def before_step(self, member: Member) -> None:
@@ -457,6 +472,11 @@ class Loop:
         )
 
 
+_HELD_TOO_LONG = explain(
+    "a p.grad that was kept from an earlier backward is used after another backward has begun",
+    "the gradient of a backward that was not exchanged yet cannot be kept beyond it",
+    "keep p.grad.clone(), on all ranks",
+)
 _BROKEN = explain(
     "an earlier backward on this rank ended in an exception that was swallowed (out of memory?)",
     "every rank to finish every backward: the others have waited for this one's gradients",

@@ -26,6 +26,8 @@ class Window:
         self.lengths: list[int] = []
         self.position = 0
         """Backwards since the last step, of any model: the same count on all ranks."""
+        self.serial = 0
+        """Counts all backwards, so that a stand-in of an earlier one is told from a present one."""
         self.period = 0
         self.stage = WATCH
         self.read = False
@@ -40,11 +42,12 @@ class Window:
         self.blocked = self.blocked or self.read
         self.read = False
         self.position += 1
+        self.serial += 1
 
     @property
     def inside(self) -> bool:
         """Whether the present backward is not expected to be the window's last."""
-        return self.period > 1 and self.position < self.period and not self.blocked
+        return 0 < self.position < self.period and not self.blocked
 
     @property
     def defers(self) -> bool:

@@ -6,6 +6,7 @@ Passing gradients (zero2): a bucket's memory lives only while it travels; at mos
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,6 +18,7 @@ from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import UsageError, explain
 
 _AHEAD = 3
+_HELD_HERE = 2  # by the list, and by the question
 _TWICE = explain(
     "a parameter got more of its gradient after that had been sent to the other ranks",
     "one gradient per parameter and backward",
@@ -87,6 +89,8 @@ class Collect:
         """Make ready for a backward."""
         self.exchange, self.hide, self.next, self.held = exchange, hide, 0, False
         self.scaled = [False] * len(self.params)
+        if self.keep:
+            self._let_go()
         for cell in self.cells:
             cell.missing = len(cell.bucket.slots)
             cell.came.clear()
@@ -124,6 +128,14 @@ class Collect:
         self.scaled[index] = self.exchange and not self.held
         self.filled[index] = self.hide
         param.grad = None if self.hide else view
+
+    def _let_go(self) -> None:
+        """Where the user still holds a gradient that was zeroed to None, leave it to him with memory of its own."""
+        for index, param in enumerate(self.params):
+            if param.grad is None and sys.getrefcount(self.views[index]) > _HELD_HERE:
+                view = self.views[index]
+                view.data = view.clone()
+                self.views[index] = self._view(index)
 
     def put_away(self) -> None:
         """Take shown gradients out of autograd's way where old and new ones are scaled differently."""

@@ -13,6 +13,7 @@ not fit.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,11 +30,14 @@ from distributedtorch.sync.collect import Cell, Collect
 from distributedtorch.sync.gradient import DividedGrad, Held
 from distributedtorch.sync.state import divide_state, gather_state
 
+_HELD_HERE = 2  # by the list, and by the question
 TRAITS = Traits(lockstep=True, owns="flat", places="rank")
 
 
 class Zero(Sync):
     """Replicas that divide the optimizer's work and state."""
+
+    optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -95,6 +99,9 @@ class Zero(Sync):
                 param.grad = None
                 self.put_away.append(index)
                 self.content[index] = True
+            elif grad is None and sys.getrefcount(self.held[index]) > _HELD_HERE and not self.collect.hide:
+                self._let_go(index)
+                self.content[index] = False
             elif grad is None and not (self.collect.hide and (self.stage == 2 or self.collect.filled[index])):
                 self.content[index] = False
                 self.kept.pop(index, None)
@@ -111,6 +118,12 @@ class Zero(Sync):
         else:
             self.window = 1.0
         self.collect.begin(exchange=exchange or self.stage == 2, hide=hide)
+
+    def _let_go(self, index: int) -> None:
+        """The user still holds a gradient that was zeroed to None: leave it to him with memory of its own."""
+        old = self.held[index]
+        self.held[index] = Held(old.slot, old.local, old.bounds, old.comm, old.name)
+        old.local = old.local.clone()
 
     def _keep_aside(self) -> None:
         """Stage 1: pieces lie in the memory the next gradients are collected in, so save those to be added to."""
