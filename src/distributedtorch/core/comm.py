@@ -234,7 +234,7 @@ class Comm:
         return pending
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Memory for a while: used again rather than asked of the system anew (which costs as much as a copy)."""
+        """Memory for a while: used again rather than asked of the system anew."""
         free = self._free[numel, dtype, device]
         return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
 
