@@ -20,12 +20,12 @@ _ALIGN = 16
 
 
 def bucket_bytes(total: int) -> int:
-    """Bytes a bucket aims at: about eight to a model, so that they overlap with backward, between 1 and 25 MiB.
+    """Bytes a bucket aims at: about four to a model, so that they overlap with backward, between 1 and 25 MiB.
 
     DISTRIBUTEDTORCH_BUCKET_BYTES overrides.
     """
     given = os.environ.get("DISTRIBUTEDTORCH_BUCKET_BYTES")
-    return int(given) if given else min(max(total // 8, 1 << 20), 25 << 20)
+    return int(given) if given else min(max(total // 4, 1 << 20), 25 << 20)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from torch import Tensor
 from distributedtorch.core.errors import PeerError
 
 _CHANNEL_BITS, _COUNT_BITS = 15, 16
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Comm:
         self._counts: dict[str, int] = defaultdict(int)
         self._jobs: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._free: dict[tuple[int, torch.dtype, torch.device | None], list[Tensor]] = defaultdict(list)
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
 
     # The exchanges a part asks for.
 
@@ -233,15 +234,21 @@ class Comm:
         pending.done.set()
         return pending
 
-    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Memory for a while: used again rather than asked of the system anew."""
-        free = self._free[numel, dtype, device]
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
+        """Memory for a while: used again rather than asked of the system anew, whatever the size it last had."""
+        free = self._free[dtype, device]
+        fits = [k for k, block in enumerate(free) if block.numel() >= numel]
+        if fits:
+            return free.pop(min(fits, key=lambda k: free[k].numel()))[:numel]
+        if free:
+            free.pop(0)  # too small: let it go, so that there are never more blocks than are used at once
+        return torch.empty(numel, dtype=dtype, device=device)
 
-    def give_back(self, tensors: list[Tensor], device: torch.device | None = None) -> None:
+    def give_back(self, tensors: list[Tensor]) -> None:
         """Return borrowed memory."""
         for tensor in tensors:
-            self._free[tensor.numel(), tensor.dtype, device].append(tensor)
+            block = tensor.new_empty(0).set_(tensor.untyped_storage())
+            self._free[tensor.dtype, tensor.device].append(block)
 
     def _hand_over(self, pending: Pending, finish: Callable[[], None]) -> None:
         if self._thread is None:

@@ -17,7 +17,7 @@ from distributedtorch.core.bucket import Bucket, Slab, Slot
 from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import UsageError, explain
 
-_AHEAD = 3
+_AHEAD = 2
 _HELD_HERE = 2  # by the list, and by the question
 _TWICE = explain(
     "a parameter got more of its gradient after that had been sent to the other ranks",
@@ -42,6 +42,9 @@ class Cell:
     @property
     def span(self) -> slice:
         return slice(self.bucket.bounds[0], self.bucket.bounds[-1])
+
+    def arrived(self) -> bool:
+        return self.pending is not None and self.pending.done.is_set()
 
 
 Send = Callable[[Cell, Tensor, Sequence[int]], Pending]
@@ -213,7 +216,7 @@ class Collect:
         if self.keep:
             flat, bounds = self.flats[cell.slab], cell.bucket.bounds
         else:
-            while len(self.travelling) >= _AHEAD:
+            while self.travelling and (len(self.travelling) >= _AHEAD or self.travelling[0].arrived()):
                 self._land(self.travelling.popleft())
             flat, bounds = self._complete(cell), tuple(b - cell.span.start for b in cell.bucket.bounds)
         cell.pending = self.send(cell, flat, bounds)
@@ -231,7 +234,7 @@ class Collect:
         if self.arrived is not None:
             self.arrived(cell)
         if cell.buffer is not None:
-            self.comm.give_back([cell.buffer], cell.buffer.device)
+            self.comm.give_back([cell.buffer])
             cell.buffer = None
 
     def _view(self, index: int) -> Tensor:
