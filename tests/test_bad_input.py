@@ -77,6 +77,53 @@ CASES = [
         ("has a gradient already", "before the first backward"),
     ),
     Bad(
+        "one parameter in two optimizers of two calls",
+        CALL + "dt.distribute(torch.optim.Adam(model.parameters()))",
+        ("in two optimizers", "SGD and Adam"),
+        workers=2,
+    ),
+    Bad(
+        "parameters added to the optimizer later",
+        CALL + "optimizer.add_param_group({'params': nn.Linear(2, 2).parameters()})" + LOOP,
+        ("add_param_group", "before dt.distribute"),
+        workers=2,
+    ),
+    Bad(
+        "a swallowed exception in backward",
+        CALL
+        + """
+class Burst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("out of memory")
+for number, (x, y) in enumerate(loader):
+    loss = F.cross_entropy(model(x if number or not rank else Burst.apply(x.requires_grad_())), y)
+    try:
+        loss.backward()
+    except MemoryError:
+        continue
+    optimizer.step()
+""",
+        ("rank 1", "ended in an exception that was swallowed"),
+        workers=2,
+    ),
+    Bad(
+        "an evaluation between a batch and its backward, and a changed batch",
+        CALL
+        + """
+held_out = dt.distribute(DataLoader(data, batch_size=3))
+for x, y in loader:
+    with torch.no_grad():
+        list(held_out)
+    F.cross_entropy(model(x + 0), y).backward()
+""",
+        ("between a batch and its backward", "evaluate before the next batch"),
+        workers=2,
+    ),
+    Bad(
         "one parameter in two optimizers",
         "dt.distribute(model, optimizer, torch.optim.Adam(model.parameters()))",
         ("two opt",),

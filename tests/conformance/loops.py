@@ -522,3 +522,33 @@ def clip_over_more_than_the_optimizer_has(distribute: Distribute) -> Any:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         opt.step()
     return model
+
+
+@loop
+def evaluation_between_a_batch_and_its_backward(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data, held_out = distribute(model, opt, rows(), rows(8, 4))
+    for x, y in data:
+        opt.zero_grad()
+        with torch.no_grad():
+            for value, _ in held_out:
+                model(value)
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+    return model
+
+
+@loop
+def batches_taken_without_gradients(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    batches = iter(data)
+    for _ in range(len(data)):
+        with torch.no_grad():
+            x, y = next(batches)
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+    return model

@@ -1,7 +1,8 @@
 """Which batch a backward belongs to, and so how many rows it is the mean of.
 
-In a plain loop it is the batch handed out last. Where batches are pulled ahead (a list of them, a prefetching loop) the
-tensors of each batch are remembered, and the models' forwards say which one they were given.
+In a plain loop it is the batch handed out last. Where batches are pulled ahead (a list of them, a prefetching loop), or
+others were handed out for evaluation in between, the tensors of each batch are remembered, and the models' forwards say
+which one they were given.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.errors import UsageError, explain
 
@@ -48,19 +50,29 @@ class Batches:
         self._tags: dict[int, tuple[weakref.ref[Tensor], Rows]] = {}
         self._ahead: dict[int, set[float]] = {}
         """Loaders that were pulled ahead, with the shares of their batches."""
+        self._aside: list[Rows] = []
+        """Batches handed out without gradients since the last one with: most likely an evaluation's."""
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        """On the modules whose forwards are looked at."""
         self._recognised = False
+
+    @property
+    def latest(self) -> Rows | None:
+        """The batch a value computed now is most likely about."""
+        return self._aside[-1] if self._aside and not torch.is_grad_enabled() else self.present
 
     def arrived(self, rows: Rows, batch: Any) -> None:
         """A loader hands out a batch."""
-        self.present, self._recognised = rows, False
         self._tag(rows, batch)
         if not torch.is_grad_enabled():
-            return  # an evaluation
+            self._aside.append(rows)
+            self._listen(self.models)
+            return
+        self.present, self._recognised, self._aside = rows, False, []
         handed = self._handed.setdefault(rows.source, [])
         handed.append(rows)
         if len(handed) > 1:
-            if not self._ahead:
-                self._listen()
+            self._listen([module for model in self.models for module in model.modules()])
             self._ahead.setdefault(rows.source, {handed[0].share}).add(rows.share)
 
     def _tag(self, rows: Rows, batch: Any) -> None:
@@ -69,16 +81,21 @@ class Batches:
                 key = id(leaf)
                 self._tags[key] = (weakref.ref(leaf, lambda _, key=key: self._tags.pop(key, None)), rows)  # type: ignore[misc]
 
-    def _listen(self) -> None:
-        """Look at the inputs of every forward from now on."""
+    def _listen(self, modules: Iterable[nn.Module]) -> None:
+        """Look at the inputs of these modules' forwards from now on."""
 
         def look(_: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled():
                 self.used([*args, *kwargs.values()])
 
-        for model in self.models:
-            for module in model.modules():
-                module.register_forward_pre_hook(look, with_kwargs=True)
+        for module in modules:
+            if module not in self._hooks:
+                self._hooks[module] = module.register_forward_pre_hook(look, with_kwargs=True)
+
+    def close(self) -> None:
+        """Look at nothing any more."""
+        for hook in self._hooks.values():
+            hook.remove()
 
     def used(self, values: Iterable[Any]) -> None:
         """A forward takes these values: if they belong to a batch, that batch is in use."""
@@ -91,12 +108,16 @@ class Batches:
     def settle(self, *, explicit: bool) -> Rows | None:
         """At a backward: the rows its loss is over; refuses where that cannot be told and was not said."""
         handed, self._handed = self._handed, {}
-        rows = self.present
+        aside, self._aside = self._aside, []
+        rows = self.present or (aside[-1] if aside else None)
+        recognised, self._recognised = self._recognised, False
         if rows is None or explicit:
             return rows
-        if not self._recognised and len(self._ahead.get(rows.source, ())) > 1:
+        if not recognised and len(self._ahead.get(rows.source, ())) > 1:
             raise UsageError(_AHEAD)
-        self._recognised = False
+        if not recognised and len({given.share for given in [rows, *aside]}) > 1:
+            raise UsageError(_BETWEEN)
+        self.present = rows
         _one_share([given[0] for given in handed.values() if len(given) == 1])
         return rows
 
@@ -114,6 +135,12 @@ def _one_share(together: Sequence[Rows]) -> None:
         )
 
 
+_BETWEEN = explain(
+    "batches with other shares of rows were taken under torch.no_grad between a batch and its backward, and the model "
+    "was given other tensors than the loader made (moved or changed on the way)",
+    "to know which batch a loss belongs to, to weigh it exactly",
+    "evaluate before the next batch is taken from the loader, or loss = dt.weight(loss, rows here)",
+)
 _AHEAD = explain(
     "batches were taken from the loader ahead of their use, with unequal rows on this rank, and the model was given "
     "other tensors than the loader made (moved or changed on the way)",

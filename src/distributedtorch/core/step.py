@@ -161,7 +161,7 @@ class Loop:
     @property
     def rows(self) -> Rows | None:
         """The batch in use."""
-        return self.batches.present
+        return self.batches.latest
 
     # Attaching.
 
@@ -190,6 +190,7 @@ class Loop:
         for member in self.members:
             for hook in member.hooks:
                 hook.remove()
+        self.batches.close()
         self.members, self.batches, self.explicit, self._own_hooks = [], Batches(), None, 0
         self.requests, self.requested = [], 0
         if self._original is not None:

@@ -41,7 +41,7 @@ def forward(self: _BatchNorm, input: Tensor) -> Tensor:
         return type(self).forward(self, input) if not isinstance(self, nn.SyncBatchNorm) else _evaluate(self, input)
     if input.dim() < 2 or (input.dim() == 2 and isinstance(self, (nn.BatchNorm2d, nn.BatchNorm3d))):
         self._check_input_dim(input)
-    output, mean, var, count = _Normalise.apply(input, self.weight, self.bias, self.eps, _loop[0])
+    output, mean, var, count = _Normalise.apply(input, self.weight, self.bias, self.eps, _loop[0], _loop[0].idle)
     if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
         _follow(self, mean, var, count)
     return output  # type: ignore[no-any-return]
@@ -71,11 +71,11 @@ def _follow(self: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        input, weight, bias, eps, loop = given
+        input, weight, bias, eps, loop, idle = given
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [d for d in range(wide.dim()) if d != 1]
         shape = [1, -1] + [1] * (wide.dim() - 2)
-        mean, var, count = _global_moments(wide, dims, loop)
+        mean, var, count = _global_moments(wide, dims, loop, idle=idle)
         inverse = torch.rsqrt(var + eps)
         ctx.save_for_backward(input, weight, mean, inverse, count)
         ctx.loop, ctx.dims, ctx.shape = loop, dims, shape
@@ -106,13 +106,13 @@ class _Normalise(torch.autograd.Function):
             to_input = (inner * gain.view(shape)).to(input.dtype)
         to_weight = (sum_product * inverse).to(weight.dtype) if weight is not None else None
         to_bias = sum_grad.to(weight.dtype) if weight is not None else None
-        return to_input, to_weight, to_bias, None, None
+        return to_input, to_weight, to_bias, None, None, None
 
 
-def _global_moments(input: Tensor, dims: list[int], loop: Loop) -> tuple[Tensor, Tensor, Tensor]:
+def _global_moments(input: Tensor, dims: list[int], loop: Loop, *, idle: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variance and count over the rows of all ranks that have any."""
     channels = input.shape[1]
-    here = 0.0 if loop.idle else float(input.numel() // max(channels, 1))
+    here = 0.0 if idle else float(input.numel() // max(channels, 1))
     mean = input.mean(dims)
     deviations = (input - mean.view([1, -1] + [1] * (input.dim() - 2))).square().sum(dims)
     parts = loop.comm.exchange("batchnorm forward", torch.cat([mean.new_tensor([here]), mean, deviations]))
