@@ -128,6 +128,12 @@ for x, y in loader:
         "dt.distribute(model, optimizer, torch.optim.Adam(model.parameters()))",
         ("two opt",),
     ),
+    Bad(
+        "an optimizer that sums over all parameters",
+        "class Prodigy(torch.optim.SGD): ...\ndt.distribute(model, Prodigy(model.parameters()), plan='zero1')",
+        ("Prodigy", 'plan="ddp"'),
+        workers=2,
+    ),
     Bad("lbfgs", "dt.distribute(model, torch.optim.LBFGS(model.parameters()))", ("LBFGS", "line search"), workers=2),
     Bad("wrapped in DataParallel", "dt.distribute(nn.DataParallel(model))", ("DataParallel", "plain")),
     Bad(

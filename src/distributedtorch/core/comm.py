@@ -27,7 +27,9 @@ from torch import Tensor
 
 from distributedtorch.core.errors import PeerError
 
-_CHANNEL_BITS, _COUNT_BITS = 15, 16
+_CHANNEL_BITS, _COUNT_BITS = 14, 16
+_SUM = 1 << _CHANNEL_BITS + _COUNT_BITS
+"""In a tag: the second half of an all-reduce."""
 _HOST = torch.device("cpu")
 
 
@@ -189,11 +191,10 @@ class Comm:
         parts = {k: self.borrow(own, flat.dtype) for k in self._others()} if own else {}
         received = list(parts.values())
         receives = [_post(dist.irecv, part, k, tag) for k, part in parts.items()]
-        sends = [
-            _post(dist.isend, flat[bounds[k] : bounds[k + 1]], k, tag)
-            for k in self._others()
-            if bounds[k + 1] > bounds[k]
-        ]
+        theirs = [(flat[bounds[k] : bounds[k + 1]], k) for k in self._others() if bounds[k + 1] > bounds[k]]
+        sends = [_post(dist.isend, piece, k, tag) for piece, k in theirs]
+        # A rank sends its sum when all parts of it have come, so the sum may be received over what was sent.
+        sums = [_post(dist.irecv, piece, k, tag | _SUM) for piece, k in theirs] if gather else []
 
         def finish() -> None:
             _wait_all(receives)
@@ -201,10 +202,9 @@ class Comm:
                 parts[self.rank] = flat[mine]
                 _sum_in_order([parts[k] for k in range(self.world)], out)
                 self.give_back(received)
-            _wait_all(sends)
-            if gather:
-                later = self._gather_posts(flat, bounds, tag)
-                pending.tail.insert(0, lambda: _wait_all(later[0] + later[1]))
+                if gather:
+                    sends.extend(_post(dist.isend, flat[mine], k, tag | _SUM) for k in self._others())
+            pending.tail.insert(0, lambda: _wait_all(sends + sums))
 
         self._hand_over(pending, finish)
 

@@ -17,8 +17,16 @@ REFUSED = {
 }
 
 
+SUMS_ALL = ("Prodigy", "DAdapt")
+"""Beginnings of the names of optimizers whose step size is a sum over all parameters."""
+
+
 def owns_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this optimizer needs whole parameters."""
+    """Whether this optimizer needs whole parameters; refuses one that needs all of them."""
+    if any(kind.__name__.startswith(SUMS_ALL) for kind in type(optimizer).__mro__):
+        given = f"{type(optimizer).__name__} under a plan that divides the optimizer's work"
+        needed = "an optimizer that updates each parameter by itself (this one's step size is a sum over all of them)"
+        raise UsageError(explain(given, needed, 'use plan="ddp", or another optimizer'))
     return type(optimizer) not in ELEMENTWISE
 
 
