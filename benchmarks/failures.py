@@ -110,6 +110,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS))
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     path, failed = ROOT / "benchmarks/results/failures.json", 0
     results = json.loads(path.read_text()) if path.exists() else {}
     for fault in given.only:
