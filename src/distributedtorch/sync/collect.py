@@ -101,8 +101,7 @@ class Collect:
     def ready(self, index: int, *, again: bool) -> None:
         """Take parameter `index`'s gradient, and send the buckets that are full now."""
         param = self.params[index]
-        sent = any(cell.pending is not None for cell in self.of_param[index])
-        if again and (sent or (self.keep and self.scaled[index])):
+        if again and self._sent(index):
             raise UsageError(_TWICE)
         if self.keep:
             self._keep(index, param)
@@ -113,6 +112,10 @@ class Collect:
                 cell.missing -= 1
             if not self.held:
                 self._launch_full()
+
+    def _sent(self, index: int) -> bool:
+        """Whether parameter `index`'s gradient is on its way, or scaled to go."""
+        return (self.keep and self.scaled[index]) or any(cell.pending is not None for cell in self.of_param[index])
 
     def _keep(self, index: int, param: nn.Parameter) -> None:
         """Bring a gradient into its slab, scaled on the way where it is about to be sent."""
