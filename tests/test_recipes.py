@@ -77,7 +77,7 @@ def test_command_merges_the_environment(capsys: pytest.CaptureFixture[str], monk
     assert "from: zero1 (DISTRIBUTEDTORCH_PLAN), clip=1.0 (command line)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["ddp,,", "ddp,zero1,acumulate=2", "zero3"])
+@pytest.mark.parametrize("text", ["ddp,,", "ddp,zero1,acumulate=2", "gossip"])
 def test_command_lists_faults(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert dtorch_plan(text, "--workers", "2") == 2
     shown = capsys.readouterr()

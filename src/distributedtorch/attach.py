@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.checkpoint import checkpoint
 
+from distributedtorch.core.blocks import blocks_of
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.plan import Plan
-from distributedtorch.core.step import Member, Sync
+from distributedtorch.core.step import Member, Sync, Trained
 from distributedtorch.core.world import World
 from distributedtorch.launch import record
 from distributedtorch.sync.ddp import Ddp
@@ -47,8 +47,8 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     mine = [p for group in given.param_groups for p in group["params"]]
     trained = [p for p in mine if p.requires_grad]
     trained.reverse()
-    number = str(len(world.loop.members))
-    sync: Sync = build(trained, [names[id(p)] for p in trained], given, world.comm, number)
+    said, number = [names[id(p)] for p in trained], str(len(world.loop.members))
+    sync: Sync = build(Trained(params=trained, names=said, optimizer=given, models=models, name=number), world)
     member = world.loop.add(sync, plan.accumulate)
     frozen = [(names[id(p)], p) for p in mine if not p.requires_grad]
     _through(given, member, world, plan, frozen, names={id(p): names[id(p)] for p in mine})
@@ -67,6 +67,15 @@ def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> 
     if left and optimizers:
         names, params = (list(column) for column in zip(*reversed(left.values()), strict=True))
         loop.add(Ddp(params, names, None, world.comm, "rest"), 1)
+
+
+def frozen(models: list[nn.Module], world: World, divide: Callable[..., Any]) -> None:
+    """Divide parameters that nothing trains too."""
+    kept = [(n, p) for m in models for n, p in m.named_parameters() if type(p) is nn.Parameter and not p.requires_grad]
+    once = {id(p): (n, p) for n, p in kept}
+    if once:
+        names, params = (list(column) for column in zip(*once.values(), strict=True))
+        divide(params, names, models, world, name=f"frozen{len(world.undo)}", whole=False)
 
 
 def _through(
@@ -170,7 +179,7 @@ def scheduler(given: LRScheduler, world: World) -> None:
 def recompute(models: list[nn.Module]) -> None:
     """Compute activations of repeated blocks again in backward instead of keeping them."""
     for model in models:
-        for block in _blocks(model):
+        for block in blocks_of(model):
             block.forward = types.MethodType(_recomputed(block.forward), block)  # type: ignore[method-assign]
 
 
@@ -181,16 +190,3 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return again
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules of one class repeated in a list: the layers of most networks; else the direct children."""
-    found: list[nn.Module] = []
-    for container in model.modules():
-        if isinstance(container, (nn.ModuleList, nn.Sequential)) and len(container) > 1:
-            kinds = Counter(type(child) for child in container)
-            found += [child for child in container if kinds[type(child)] > 1 and any(True for _ in child.parameters())]
-    outer = {id(m) for block in found for m in block.modules() if m is not block}
-    return [block for block in found if id(block) not in outer] or [
-        child for child in model.children() if any(True for _ in child.parameters())
-    ]

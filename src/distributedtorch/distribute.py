@@ -60,6 +60,8 @@ def distribute(*objects: Any, plan: str | Plan | None = None, workers: int | Non
 def release() -> None:
     """Let go of everything distributed so far: the objects stay as they are now, on each rank by itself."""
     here().loop.close()
+    while here().undo:
+        here().undo.pop()()
     RUN.plan, RUN.stream = None, None
     for undo in RUN.restore:
         undo()
@@ -106,12 +108,7 @@ def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: W
             batchnorm.synchronise(model, loop)
     if plan.recompute:
         attach.recompute(given.models)
-    build = recipes.MENU[plan.sync].build
-    assert build is not None
-    for optimizer in given.optimizers:
-        attach.optimizer(optimizer, [*RUN.models, *given.models], plan, world, build)
-    if many:
-        attach.rest([*RUN.models, *given.models], [*RUN.optimizers, *given.optimizers], world)
+    _attach_parameters(given, plan, world)
     for scheduler in given.schedulers:
         attach.scheduler(scheduler, world)
     if many and RUN.plan is None:
@@ -119,6 +116,18 @@ def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: W
     verify_record.attach(loop, given.models)
     RUN.loaders += loaders.values()
     return _back([loaders.get(id(thing), thing) for thing in objects]), list(loaders.values())
+
+
+def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
+    """Give every parameter a sync: those of optimizers, those of none, and frozen ones where the plan divides them."""
+    models, build = [*RUN.models, *given.models], recipes.MENU[plan.sync].build
+    assert build is not None
+    for optimizer in given.optimizers:
+        attach.optimizer(optimizer, models, plan, world, build)
+    if world.size > 1:
+        attach.rest(models, [*RUN.optimizers, *given.optimizers], world)
+        if plan.sync == "zero3":
+            attach.frozen(given.models, world, recipes.divide)
 
 
 def _back(objects: list[Any]) -> Any:

@@ -13,27 +13,48 @@ from collections.abc import Callable, Iterable
 from itertools import combinations
 
 from torch import nn
-from torch.optim import Optimizer
 
-from distributedtorch.core.comm import Comm
+from distributedtorch.core.blocks import block_of_each, blocks_of
+from distributedtorch.core.bucket import lay_out
 from distributedtorch.core.errors import PlanError
 from distributedtorch.core.plan import Plan, Recipe, Traits, clash, key, resolve, use_menu
-from distributedtorch.core.step import Sync
+from distributedtorch.core.step import Sync, Trained
 from distributedtorch.core.words import WORDS
+from distributedtorch.core.world import World
 from distributedtorch.sync.ddp import Ddp
+from distributedtorch.sync.divided import Divided
+from distributedtorch.sync.memory import Memory, Replicated
 from distributedtorch.sync.optimizers import owns_whole
+from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
 
 
-def _ddp(params: list[nn.Parameter], names: list[str], optimizer: Optimizer, comm: Comm, name: str) -> Sync:
-    return Ddp(params, names, optimizer, comm, name)
+def _ddp(trained: Trained, world: World) -> Sync:
+    return Ddp(trained.params, trained.names, trained.optimizer, world.comm, trained.name)
 
 
-def _zero(stage: int) -> Callable[..., Sync]:
-    def build(params: list[nn.Parameter], names: list[str], optimizer: Optimizer, comm: Comm, name: str) -> Sync:
-        return Zero(params, names, optimizer, comm, name, stage=stage, whole=owns_whole(optimizer))
+def _zero(stage: int) -> Callable[[Trained, World], Sync]:
+    def build(trained: Trained, world: World) -> Sync:
+        params, names, name, whole = trained.params, trained.names, trained.name, owns_whole(trained.optimizer)
+        memory: Memory
+        if stage == 3 and world.size > 1:
+            memory = divide(params, names, trained.models, world, name=name, whole=whole)
+        else:
+            memory = Replicated(params, names, lay_out(params, world.size, whole=whole), world.comm, name)
+        return Zero(params, names, trained.optimizer, name, memory, eager=stage > 1, whole=whole)
 
     return build
+
+
+def divide(
+    params: list[nn.Parameter], names: list[str], models: list[nn.Module], world: World, *, name: str, whole: bool
+) -> Divided:
+    """Divide parameters over the ranks and watch their use."""
+    blocks = [block for model in models for block in blocks_of(model)]
+    slabs = lay_out(params, world.size, whole=whole, blocks=block_of_each(params, blocks))
+    memory = Divided(params, names, slabs, world.pull(), name)
+    world.undo.append(watch(memory, models, blocks))
+    return memory
 
 
 UNCHANGED = "as without it"
@@ -62,6 +83,13 @@ MENU: dict[str, Recipe] = {
         travels="Ψ(N-1)/N: reduce-scatter of gradients, k times with accumulate=k; Ψ(N-1)/N: gather of parameters",
         build=_zero(2),
     ),
+    "zero3": Recipe(
+        traits=Traits(owns="split"),
+        summary="As zero2, and each rank keeps the parameters of its range only: blocks are gathered when used.",
+        holds="parameters Ψ/N and the blocks in use, gradients Ψ/N and a few buckets, optimizer state K·Ψ/N",
+        travels="Ψ(N-1)/N: reduce-scatter of gradients; 2Ψ(N-1)/N: gather of parameters; k times with accumulate=k",
+        build=_zero(3),
+    ),
     "accumulate": Recipe(
         traits=Traits(needs_lockstep=True),
         summary="k loader batches make one optimizer step.",
@@ -78,7 +106,7 @@ MENU: dict[str, Recipe] = {
         traits=Traits(),
         summary="Gradients are scaled so that the norm over all of them is at most this.",
         holds=UNCHANGED,
-        travels="under zero1 and zero2 one number more: the sum of squares",
+        travels="under zero1, zero2 and zero3 one number more: the sum of squares",
     ),
     "recompute": Recipe(
         traits=Traits(),

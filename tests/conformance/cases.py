@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")
 ROWS, BATCH, WINDOW = 50, 7, 3  # 8 batches an epoch, the last of one row
-PLANS, WORLDS = ("ddp", "zero1", "zero2"), (1, 2, 3, 4)
+PLANS, WORLDS = ("ddp", "zero1", "zero2", "zero3"), (1, 2, 3, 4)
 OPTIMIZERS, MODELS = ("sgd", "adamw", "adafactor"), ("cnn", "tied", "heads")
 ACCUMULATIONS, CLIPS = ("none", "word", "hand"), (False, True)
 BUCKET_BYTES = 2048  # float64: the smallest model has 4 buckets and a parameter larger than one
@@ -201,6 +201,6 @@ def covering(world: int) -> list[Case]:
     """A subset in which every plan meets every other setting, other ones at every world size, fewer at the larger."""
     cases = []
     for number, training in enumerate(all_trainings()):
-        cases.append(Case(training, PLANS[(number + number // 6 + number // 18 + world) % 3], world))
+        cases.append(Case(training, PLANS[(number + number // 6 + number // 18 + world) % len(PLANS)], world))
     every = {1: 6, 2: 3, 3: 4, 4: 5}[world]
     return [case for number, case in enumerate(cases) if (number + number // 3 + world) % every == 0]

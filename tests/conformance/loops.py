@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+import distributedtorch as dt
+
 Distribute = Callable[..., Any]
 DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")
 LOOPS: dict[str, Callable[[Distribute], Any]] = {}
@@ -552,3 +554,87 @@ def batches_taken_without_gradients(distribute: Distribute) -> Any:
         F.mse_loss(model(x), y).backward()
         opt.step()
     return model
+
+
+@loop
+def weights_changed_by_hand(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+        for p in model.parameters():
+            p.data.mul_(0.99)
+        with torch.no_grad():
+            model[0].weight.add_(0.01)
+            model[2].bias[1:] = 0.25
+            nn.init.constant_(model[2].bias[:1], 0.5)
+    return model
+
+
+@loop
+def read_by_one_rank(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        opt.zero_grad()
+        if dt.is_main():
+            f"{model[0].weight.norm():.3f} {model[2].weight[0, 0]} {model}"
+        loss = F.mse_loss(model(x), y)
+        if dt.is_main():
+            with torch.no_grad():
+                model(x)
+            copy.deepcopy(model.state_dict())
+        loss.backward()
+        if dt.is_main():
+            model[0].weight.detach().cpu().numpy().sum()
+            [p.tolist() for p in model.parameters()]
+        opt.step()
+    return model
+
+
+@loop
+def views_kept_over_steps(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    views = [p.detach() for p in model.parameters()]
+    for x, y in data:
+        opt.zero_grad()
+        weight = sum(float(v.square().sum()) for v in views)
+        (F.mse_loss(model(x), y) * weight).backward()
+        opt.step()
+    return {str(k): v for k, v in enumerate(views)}
+
+
+@loop
+def experts_that_not_every_rank_uses(distribute: Distribute) -> Any:
+    model = nn.ModuleList(net(6 + k) for k in range(4))
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows(40, 5))
+    for x, y in data:
+        opt.zero_grad()
+        where = (x[:, 0] * 7).long().abs() % 4
+        parts = [((model[k](x[where == k]) - y[where == k]) ** 2).sum() for k in range(4) if (where == k).any()]
+        (sum(parts) / len(x)).backward()
+        opt.step()
+    return model
+
+
+@loop
+def a_teacher_that_follows(distribute: Distribute) -> Any:
+    model = net()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    opt = adam(model)
+    model, teacher, opt, data = distribute(model, teacher, opt, rows())
+    for x, y in data:
+        opt.zero_grad()
+        (F.mse_loss(model(x), y) + F.mse_loss(model(x), teacher(x))).backward()
+        opt.step()
+        with torch.no_grad():
+            for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+    return {**model.state_dict(), **{f"teacher.{k}": v for k, v in teacher.state_dict().items()}}

@@ -78,13 +78,23 @@ class Slab:
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
 
 
-def lay_out(params: Sequence[Tensor], world: int, *, whole: bool, limit: int | None = None) -> list[Slab]:
-    """Plan slabs for `params` (in the order given). `whole`: a parameter is owned by one rank, never divided."""
+def lay_out(
+    params: Sequence[Tensor], world: int, *, whole: bool, limit: int | None = None, blocks: Sequence[int] = ()
+) -> list[Slab]:
+    """Plan slabs for `params`, in the order given.
+
+    Args:
+        params: What to lay out.
+        world: Over how many ranks it is divided.
+        whole: A parameter is owned by one rank, never divided.
+        limit: Bytes a bucket has at most.
+        blocks: For each parameter the block it belongs to: a slab holds parameters of one block only.
+    """
     limit = limit or bucket_bytes(sum(map(_bytes, params)))
     owners = _balance(params, world) if whole else None
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
     for index, param in enumerate(params):
-        kinds.setdefault((param.dtype, param.device), []).append(index)
+        kinds.setdefault((param.dtype, param.device, blocks[index] if blocks else 0), []).append(index)
     runs = [run for indices in kinds.values() for run in _runs(params, indices, limit)]
     return [_slab(params, run, owners, world, limit) for run in runs]
 

@@ -13,12 +13,13 @@ CUDA tensors go through NCCL's collectives where the world has it; else they are
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,8 @@ class Comm:
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self.waiting: tuple[str, float] | None = None
         """The exchange the training thread is held in, and since when (monotonic); read by the watch."""
+        self.before_waiting: list[Callable[[], None]] = []
+        """Called before the training thread waits for others."""
         self.count = 0
         self._counts: dict[str, int] = defaultdict(int)
         self._jobs: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -111,7 +114,7 @@ class Comm:
         flat = out.view(-1)
         bounds = [host.numel() * k for k in range(self.world + 1)]
         tag = self._tag(name)
-        self._count("small", host.numel() * host.element_size() * (self.world - 1))
+        self.count_sent("small", host.numel() * host.element_size() * (self.world - 1))
         receives, sends = self._gather_posts(flat, bounds, tag)
 
         def finish() -> Tensor:
@@ -139,7 +142,7 @@ class Comm:
             tag = self._tag(name)
             with self.held("broadcast", name):
                 if self.rank == root:
-                    self._count("broadcast", host.numel() * host.element_size() * (self.world - 1))
+                    self.count_sent("broadcast", host.numel() * host.element_size() * (self.world - 1))
                     _wait_all([_post(dist.isend, host, k, tag) for k in self._others()])
                 else:
                     _wait_all([_post(dist.irecv, host, root, tag)])
@@ -154,6 +157,13 @@ class Comm:
     def held(self, kind: str, name: str) -> _Held:
         """A block in which the training thread waits for others."""
         return _Held(self, kind, name)
+
+    @contextlib.contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """As `held`, where the others' training threads are not waited for, so that the watch has nothing to say."""
+        began = time.monotonic()
+        yield
+        self.traffic[kind].seconds += time.monotonic() - began
 
     # How they are made.
 
@@ -183,11 +193,11 @@ class Comm:
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
         total, own = bounds[-1] - bounds[0], mine.stop - mine.start
         if out is None:
-            self._count(pending.kind, own * (self.world - 1) * size)
+            self.count_sent(pending.kind, own * (self.world - 1) * size)
             receives, sends = self._gather_posts(flat, bounds, tag)
             self._hand_over(pending, lambda: _wait_all(receives + sends))
             return
-        self._count(pending.kind, (total - own + (own * (self.world - 1) if gather else 0)) * size)
+        self.count_sent(pending.kind, (total - own + (own * (self.world - 1) if gather else 0)) * size)
         parts = {k: self.borrow(own, flat.dtype) for k in self._others()} if own else {}
         received = list(parts.values())
         receives = [_post(dist.irecv, part, k, tag) for k, part in parts.items()]
@@ -222,7 +232,7 @@ class Comm:
         """The same on NCCL's stream: whole-buffer calls where pieces are equal, one per owner where not."""
         works: _Works = []
         pieces = [flat[bounds[k] : bounds[k + 1]] for k in range(self.world)]
-        self._count(pending.kind, (bounds[-1] - bounds[0]) * flat.element_size() * (self.world - 1) // self.world)
+        self.count_sent(pending.kind, (bounds[-1] - bounds[0]) * flat.element_size() * (self.world - 1) // self.world)
         if reduce:
             if gather:
                 works.append((dist.all_reduce(flat[bounds[0] : bounds[-1]], async_op=True), self.rank))
@@ -286,7 +296,8 @@ class Comm:
         channel = zlib.crc32(name.encode()) & ((1 << _CHANNEL_BITS) - 1)
         return channel << _COUNT_BITS | (self._counts[name] & ((1 << _COUNT_BITS) - 1))
 
-    def _count(self, kind: str, bytes_sent: int) -> None:
+    def count_sent(self, kind: str, bytes_sent: int) -> None:
+        """Add an exchange to the traffic."""
         traffic = self.traffic[kind]
         traffic.count += 1
         traffic.bytes_sent += bytes_sent
@@ -299,6 +310,8 @@ class _Held:
         self.comm, self.kind, self.name = comm, kind, name
 
     def __enter__(self) -> None:
+        for act in self.comm.before_waiting:
+            act()
         self.began = time.monotonic()
         self.comm.waiting = (self.name, self.began)
 
@@ -312,16 +325,21 @@ _Works = list[tuple["dist.Work | None", int]]
 
 def _wait_all(works: _Works) -> None:
     for work, peer in works:
-        try:
+        with peer_errors(peer):
             if work is not None:
                 work.wait()
-        except RuntimeError as error:
-            raise _gone(peer, error) from None
 
 
 def _post(call: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int) -> tuple[dist.Work | None, int]:
-    try:
+    with peer_errors(peer):
         return call(tensor, peer, tag=tag), peer
+
+
+@contextlib.contextmanager
+def peer_errors(peer: int) -> Iterator[None]:
+    """A block in which an error of the connection means that `peer` is gone."""
+    try:
+        yield
     except RuntimeError as error:
         raise _gone(peer, error) from None
 

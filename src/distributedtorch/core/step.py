@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,19 @@ from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.loss import kept_units
 from distributedtorch.core.window import StandIn, Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What one optimizer trains: what a sync is made for."""
+
+    params: list[nn.Parameter]
+    names: list[str]
+    optimizer: torch.optim.Optimizer
+    models: list[nn.Module]
+    """Where the parameters are used."""
+    name: str
+    """Tells this optimizer's exchanges from those of others."""
 
 
 class Sync(ABC):

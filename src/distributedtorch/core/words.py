@@ -330,7 +330,7 @@ _ROWS = (
     _row("sync", "ddp", "every rank holds everything; gradients are averaged each step"),
     _row("sync", "zero1", "each rank keeps the optimizer state of its share only"),
     _row("sync", "zero2", "zero1, and each rank keeps the gradients of its share only"),
-    _row("sync", "zero3", "zero2, and each rank keeps the parameters of its share only", Traits(owns="split")),
+    _row("sync", "zero3", "zero2, and each rank keeps the parameters of its share only"),
     _row(
         "sync", "local(every=32)", "replicas step alone and average parameters every so many steps", ALONE, args=EVERY
     ),

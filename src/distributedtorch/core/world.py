@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from distributedtorch.core.comm import Comm
+from distributedtorch.core.pull import Pull
 from distributedtorch.core.step import Loop
 
 
@@ -23,6 +24,16 @@ class World:
     """Whether the exchange with the other ranks stands."""
     comm: Comm = field(default_factory=lambda: Comm(0, 1))
     loop: Loop = field(default_factory=lambda: Loop(Comm(0, 1)))
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    """What puts the user's objects back as they were."""
+    _pull: list[Pull] = field(default_factory=list)
+
+    def pull(self) -> Pull:
+        """Pieces on request, from the first use on (all ranks must come to it)."""
+        if not self._pull:
+            self._pull.append(Pull(self.comm))
+            BEFORE_LEAVING.append(self._pull[0].close)
+        return self._pull[0]
 
 
 BEFORE_LEAVING: list[Callable[[], None]] = []

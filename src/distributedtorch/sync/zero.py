@@ -1,14 +1,16 @@
-"""ZeRO stages 1 and 2: optimizer state (1) and gradients too (2) are divided over the ranks.
+"""ZeRO: optimizer state (stage 1), gradients too (2) and parameters too (3) are divided over the ranks.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
-Each rank holds: parameters Psi; gradients Psi (stage 1) or Psi/N and a few buckets (stage 2); optimizer state K Psi/N.
-Travels per step and rank: Psi (N-1)/N, the reduce-scatter of gradients, and Psi (N-1)/N, the gather of parameters.
-Stage 2 sends the gradients' half at every backward, stage 1 once per optimizer step under `accumulate`.
+Each rank holds: parameters Psi, or Psi/N and the block in use (stage 3); gradients Psi (stage 1) or Psi/N and a few
+buckets; optimizer state K Psi/N.
+Travels per step and rank: Psi (N-1)/N, the reduce-scatter of gradients, and Psi (N-1)/N, the gather of parameters;
+stage 3 gathers them twice, for forward and for backward. Stages 2 and 3 send the gradients' part at every backward,
+stage 1 once per optimizer step under `accumulate`.
 
 The user's optimizer object makes the update on what this rank owns: pieces of flat memory for elementwise optimizers,
-whole parameters for all others. Use it when optimizer state is what does not fit. Do not when the model itself does
-not fit.
+whole parameters for all others. Use stage 1 or 2 when optimizer state is what does not fit, stage 3 when the model
+itself does not.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributedtorch.core.bucket import Slab, Slot, lay_out
-from distributedtorch.core.comm import Comm, Pending
-from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.bucket import Slab, Slot
+from distributedtorch.core.comm import Pending
 from distributedtorch.core.plan import Traits
 from distributedtorch.core.step import Sync
 from distributedtorch.sync.collect import Cell, Collect
 from distributedtorch.sync.gradient import DividedGrad, Held
+from distributedtorch.sync.memory import Memory
 from distributedtorch.sync.state import divide_state, gather_state
 
 _HELD_HERE = 2  # by the list, and by the question
@@ -44,20 +46,18 @@ class Zero(Sync):
         params: list[nn.Parameter],
         names: list[str],
         optimizer: torch.optim.Optimizer,
-        comm: Comm,
         name: str,
+        memory: Memory,
         *,
-        stage: int,
+        eager: bool,
         whole: bool,
     ) -> None:
-        self.params, self.names, self.optimizer, self.comm, self.name = params, names, optimizer, comm, name
-        self.stage, self.whole, self.scale = stage, whole, 1.0
-        self.slabs = lay_out(params, comm.world, whole=whole)
-        self.flats = [_move_in(slab, params) for slab in self.slabs]
-        keep, name_sent = stage == 1, f"gradients/{name}"
-        self.collect = Collect(params, self.slabs, comm, self._send, name=name_sent, keep=keep, arrived=self._arrived)
-        self.shards = [_shard(slab, comm.rank) for slab in self.slabs] if stage == 2 else []
-        self.eager = stage == 2
+        self.params, self.names, self.optimizer, self.comm, self.name = params, names, optimizer, memory.comm, name
+        self.memory, self.slabs = memory, memory.slabs
+        self.eager, self.whole, self.scale = eager, whole, 1.0
+        comm, sent = self.comm, f"gradients/{name}"
+        self.collect = Collect(params, self.slabs, comm, self._send, name=sent, keep=not eager, arrived=self._arrived)
+        self.shards = [_shard(slab, comm.rank) for slab in self.slabs] if eager else []
         self.held = [self._held(slab, k, slot) for k, slab, slot in self._slots()]
         self.held.sort(key=lambda held: held.slot.index)
         self.content = [False] * len(params)
@@ -76,7 +76,7 @@ class Zero(Sync):
     def _held(self, slab: Slab, k: int, slot: Slot) -> Held:
         rank, world = self.comm.rank, self.comm.world
         low, high = slab.piece(slot, rank)
-        if self.stage == 1:
+        if not self.eager:
             local = self.collect.flats[k][slot.start + low : slot.start + high]
         else:
             first = _own(slab, rank)[0]
@@ -102,7 +102,7 @@ class Zero(Sync):
             elif grad is None and sys.getrefcount(self.held[index]) > _HELD_HERE and not self.collect.hide:
                 self._let_go(index)
                 self.content[index] = False
-            elif grad is None and not (self.collect.hide and (self.stage == 2 or self.collect.filled[index])):
+            elif grad is None and not (self.collect.hide and (self.eager or self.collect.filled[index])):
                 self.content[index] = False
                 self.kept.pop(index, None)
             elif grad is not None:
@@ -111,13 +111,13 @@ class Zero(Sync):
                 param.grad = None
                 self.put_away.append(index)
                 self.content[index] = True
-        if self.stage == 1 and not self.collect.hide:
+        if not self.eager and not self.collect.hide:
             self._keep_aside()
         if any(self.content):
             self._window(1.0)
         else:
             self.window = 1.0
-        self.collect.begin(exchange=exchange or self.stage == 2, hide=hide)
+        self.collect.begin(exchange=exchange or self.eager, hide=hide)
 
     def _let_go(self, index: int) -> None:
         """The user still holds a gradient that was zeroed to None: leave it to him with memory of its own."""
@@ -130,19 +130,19 @@ class Zero(Sync):
         self.kept = {index: self.held[index].local.clone() for index, has in enumerate(self.content) if has}
 
     def ready(self, index: int, *, again: bool) -> None:
-        self.collect.scale = self.scale if self.stage == 1 else 1.0 / self.comm.world
+        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.world
         self.collect.ready(index, again=again)
 
     def hold(self) -> None:
         self.collect.held = True
 
     def launch_rest(self) -> None:
-        self.collect.scale = self.scale if self.stage == 1 else 1.0 / self.comm.world
+        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.world
         self.collect.launch_rest()
 
     def _send(self, cell: Cell, flat: Tensor, bounds: Sequence[int]) -> Pending:
         """Stage 2: the sum goes straight into the shard where nothing stands there to be added to."""
-        cell.in_place = self.stage == 2 and not any(self.content[index] for index in cell.bucket.slots)
+        cell.in_place = self.eager and not any(self.content[index] for index in cell.bucket.slots)
         rank, out = self.comm.rank, None
         if cell.in_place:
             first = _own(self.slabs[cell.slab], rank)[0]
@@ -151,7 +151,7 @@ class Zero(Sync):
 
     def _arrived(self, cell: Cell) -> None:
         """Stage 2: add this rank's part of a bucket to its shard."""
-        if self.stage == 1 or cell.in_place:
+        if not self.eager or cell.in_place:
             return
         assert cell.buffer is not None
         rank, start = self.comm.rank, cell.span.start
@@ -171,7 +171,7 @@ class Zero(Sync):
         collect.land()
         shown = [flag or has or more for flag, has, more in zip(used, self.content, collect.filled, strict=True)]
         if collect.hide:
-            self.content = shown if self.stage == 2 else self.content
+            self.content = shown if self.eager else self.content
             return
         for index, aside in self.kept.items():
             self.held[index].local.add_(aside)
@@ -186,7 +186,7 @@ class Zero(Sync):
             self.window = factor
 
     def _show(self, shown: list[bool]) -> None:
-        self._window(self.scale * self.comm.world if self.stage == 2 else 1.0)
+        self._window(self.scale * self.comm.world if self.eager else 1.0)
         self.collect.filled = [False] * len(self.params)
         squares = torch.stack([torch.linalg.vector_norm(held.local) for held in self.held]).double().square()
         if self.comm.world > 1:
@@ -211,6 +211,7 @@ class Zero(Sync):
         return any(p.grad is not None and not isinstance(p.grad, DividedGrad) for p in self.params)
 
     def update(self, step: Callable[[], Any]) -> Any:
+        self.memory.fence()
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         mine = self._pieces()
         theirs, state = [group["params"] for group in groups], optimizer.state
@@ -227,7 +228,7 @@ class Zero(Sync):
             for group, params in zip(groups, theirs, strict=True):
                 group["params"] = params
             self._put_back(mine, swapped, state)
-        self._gather()
+        self.memory.agree()
         return result
 
     def _put_back(self, mine: dict[int, Tensor], swapped: dict[Tensor, Any], state: Any) -> None:
@@ -242,35 +243,22 @@ class Zero(Sync):
         self.optimizer.state = state
 
     def _pieces(self) -> dict[int, Tensor]:
-        """What this rank updates, with gradients: views of the parameters' memory, or whole parameters."""
+        """What this rank updates, with gradients: pieces of memory, or whole parameters."""
         out: dict[int, Tensor] = {}
-        for k, _slab, slot in self._slots():
+        for k, slab, slot in self._slots():
             param, held = self.params[slot.index], self.held[slot.index]
-            low, high = held.bounds[self.comm.rank], held.bounds[self.comm.rank + 1]
-            if param.data_ptr() != self.flats[k][slot.start :].data_ptr() and slot.numel:
-                raise UsageError(_moved(self.names[slot.index]))
+            low, high = slab.piece(slot, self.comm.rank)
             if low == high or param.grad is None:
                 continue
             held.settle()
-            local = held.local if isinstance(param.grad, DividedGrad) else held.mine(param.grad)
+            grad = held.local if isinstance(param.grad, DividedGrad) else held.mine(param.grad)
+            first = slot.start - slab.bounds[self.comm.rank]
+            piece = self.memory.own(k)[first + low : first + high]
             if self.whole:
-                param.grad = local.as_strided(slot.shape, slot.stride)
-                out[slot.index] = param
-            else:
-                piece = self.flats[k][slot.start + low : slot.start + high]
-                piece.grad = local
-                out[slot.index] = piece
+                piece, grad = self.memory.whole(param, slot, piece), grad.as_strided(slot.shape, slot.stride)
+            piece.grad = grad
+            out[slot.index] = piece
         return out
-
-    def _gather(self) -> None:
-        waits = []
-        for k, slab in enumerate(self.slabs):
-            for b, bucket in enumerate(slab.buckets):
-                name = f"parameters/{self.name}/{k}.{b}"
-                waits.append(self.comm.all_gather(name, self.flats[k], bucket.bounds))
-        for pending in waits:
-            pending.wait()
-        torch.autograd.graph.increment_version(self.params)
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state as one process would hold it. A group call."""
@@ -287,7 +275,7 @@ class Zero(Sync):
         tensors = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
         grads = [*self.collect.buffers(), *self.shards]
         return {
-            "parameters": sum(p.numel() * p.element_size() for p in self.params),
+            "parameters": self.memory.bytes_held(),
             "gradients": sum(b.numel() * b.element_size() for b in grads),
             "optimizer": sum(t.numel() * t.element_size() for t in tensors),
         }
@@ -300,22 +288,3 @@ def _own(slab: Slab, rank: int) -> tuple[int, int]:
 
 def _shard(slab: Slab, rank: int) -> Tensor:
     return torch.zeros(_own(slab, rank)[1], dtype=slab.dtype, device=slab.device)
-
-
-def _move_in(slab: Slab, params: Sequence[nn.Parameter]) -> Tensor:
-    """Move parameters into one flat memory; they stay the same objects with the same shapes and strides."""
-    flat = slab.empty()
-    for slot in slab.slots:
-        param = params[slot.index]
-        view = slot.view(flat)
-        view.copy_(param.detach())
-        param.data = view
-    return flat
-
-
-def _moved(name: str) -> str:
-    return explain(
-        f"parameter {name!r} was given other memory after dt.distribute (model.to, p.data = ...)",
-        "parameters that stay where distribute put them",
-        "move or convert the model before dt.distribute; change values in place (p.data.copy_)",
-    )

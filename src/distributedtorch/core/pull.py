@@ -1,0 +1,174 @@
+"""Pieces fetched from their owners when they are needed, without the owners' training threads.
+
+Each rank offers pieces under numbers that are the same everywhere; a thread of its own answers requests. So a block
+that only some ranks run, or a weight that only rank 0 prints, needs nothing from the others: they may be anywhere.
+
+A piece has an edition, raised whenever its values change. A request names the edition its rank is at; an owner that is
+behind answers when it has come there, one that is ahead gives the values of that edition. A rank that is done says so
+to all, and answers until all have.
+
+Bytes sent per fetch of B bytes divided over N ranks: each owner sends its piece, together B(N-1)/N, and a request of 32
+bytes goes to each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributedtorch.core.comm import Comm, peer_errors
+
+_ASK = 0
+"""Tag of requests; answers carry a tag the requester chose."""
+_TAGS = 1 << 30
+_DONE = -1
+_AT_ONCE = 8
+_IDLE_FOR_EVER = timedelta(days=3650)
+"""A rank may go for hours without asking; gloo closes a connection whose receive has run out of time."""
+
+
+class Fetch:
+    """Pieces on their way into `flat`."""
+
+    def __init__(self, comm: Comm, name: str, works: list[tuple[dist.Work, int]], land: Callable[[], None]) -> None:
+        self.comm, self.name, self.works, self.land = comm, name, works, land
+
+    def wait(self) -> None:
+        """Hold the calling thread until all pieces are in place."""
+        with self.comm.timed("gather"):
+            for work, peer in self.works:
+                with peer_errors(peer):
+                    work.wait()
+            self.land()
+
+
+class Pull:
+    """What this rank offers to the others and fetches from them."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.group = dist.new_group(backend="gloo", timeout=_IDLE_FOR_EVER)
+        self.pieces: list[Tensor] = []
+        self.editions: list[int] = []
+        self._old: dict[tuple[int, int], Tensor] = {}
+        self._late: list[tuple[int, int, int, int]] = []
+        self._serial = 0
+        self._lock = threading.Lock()
+        self._asks: deque[tuple[dist.Work, Tensor]] = deque()
+        self._answers: deque[tuple[dist.Work, Tensor]] = deque()
+        self._thread = threading.Thread(target=self._answer_all, name="distributedtorch-pieces", daemon=True)
+        self._thread.start()
+
+    def offer(self, piece: Tensor) -> int:
+        """Offer this rank's piece of something; all ranks offer in the same order. Returns its number."""
+        with self._lock:
+            self.pieces.append(piece)
+            self.editions.append(0)
+        self._answer_late()
+        return len(self.pieces) - 1
+
+    def withdraw(self, number: int) -> None:
+        """Offer a piece no more; no rank may ask for it any more."""
+        self.pieces[number] = self.pieces[number].new_empty(0)
+
+    def changed(self, number: int) -> None:
+        """This rank's piece has its next values, after a fence."""
+        with self._lock:
+            self.editions[number] += 1
+        self._answer_late()
+
+    def replace(self, number: int, piece: Tensor) -> None:
+        """Offer other values in other memory; ranks that have not come so far still get the earlier ones."""
+        with self._lock:
+            self._old[number, self.editions[number]] = self.pieces[number]
+            self.pieces[number] = piece
+            self.editions[number] += 1
+        self._answer_late()
+
+    def fence(self, name: str) -> list[list[int]]:
+        """Return when every rank has come here, having let go of all it fetched: each rank's editions, to compare."""
+        everywhere = self.comm.exchange(name, torch.tensor(self.editions)).tolist()
+        with self._lock:
+            self._old.clear()
+        return everywhere
+
+    def fetch(self, number: int, flat: Tensor, bounds: Sequence[int]) -> Fetch:
+        """Begin to bring the other ranks' pieces into `flat`, at `bounds`."""
+        host = flat if flat.device.type == "cpu" else torch.empty(flat.shape, dtype=flat.dtype)
+        works: list[tuple[dist.Work, int]] = []
+        for k in range(1, self.comm.world):
+            peer = (self.comm.rank + k) % self.comm.world
+            if bounds[peer + 1] > bounds[peer]:
+                self._serial += 1
+                tag = 1 + self._serial % (_TAGS - 1)
+                with peer_errors(peer):
+                    there = host[bounds[peer] : bounds[peer + 1]]
+                    work = dist.irecv(there, peer, group=self.group, tag=tag)
+                    assert work is not None
+                    works.append((work, peer))
+                    self._ask(peer, [number, tag, self.editions[number]])
+
+        def land() -> None:
+            if host is not flat:
+                low, high = bounds[self.comm.rank], bounds[self.comm.rank + 1]
+                flat[:low].copy_(host[:low])
+                flat[high:].copy_(host[high:])
+
+        return Fetch(self.comm, f"piece {number}", works, land)
+
+    def close(self) -> None:
+        """Say that this rank asks no more, and answer until all ranks have said so."""
+        for peer in range(self.comm.world):
+            if peer != self.comm.rank:
+                self._ask(peer, [_DONE, 0, 0])
+        with self.comm.held("leaving", "the end of the script"):
+            self._thread.join()
+
+    def _ask(self, peer: int, request: list[int]) -> None:
+        message = torch.tensor(request)
+        self._keep(self._asks, dist.isend(message, peer, group=self.group, tag=_ASK), message)
+
+    def _answer_all(self) -> None:
+        """The thread: answer requests until every other rank is done, or is gone (others say why)."""
+        left, request = self.comm.world - 1, torch.zeros(3, dtype=torch.int64)
+        try:
+            while left:
+                peer = dist.recv(request, group=self.group, tag=_ASK)
+                number, tag, edition = request.tolist()
+                if number == _DONE:
+                    left -= 1
+                else:
+                    with self._lock:
+                        self._late.append((peer, number, tag, edition))
+                    self._answer_late()
+        except RuntimeError:
+            return
+
+    def _answer_late(self) -> None:
+        """Answer every request whose piece is here in the edition asked for."""
+        with self._lock:
+            due = [r for r in self._late if r[1] < len(self.pieces) and r[3] <= self.editions[r[1]]]
+            self._late = [request for request in self._late if request not in due]
+            pieces = [self._old.get((number, edition), self.pieces[number]) for _, number, _, edition in due]
+        for (peer, _, tag, _), piece in zip(due, pieces, strict=True):
+            host = piece.detach().to("cpu")
+            self.comm.count_sent("gather", host.numel() * host.element_size())
+            self._keep(self._answers, dist.isend(host, peer, group=self.group, tag=tag), host)
+
+    def _keep(self, sends: deque[tuple[dist.Work, Tensor]], work: dist.Work | None, memory: Tensor) -> None:
+        """Hold on to what is being sent; wait for the oldest where they are many.
+
+        That always ends: who asks is ready to receive before, and a thread that answers waits for answers only.
+        """
+        assert work is not None
+        with self._lock:
+            sends.append((work, memory))
+            old = sends.popleft() if len(sends) > _AT_ONCE else None
+        if old is not None:
+            old[0].wait()

@@ -1,0 +1,232 @@
+"""Parameters that tell when they are used, so that divided ones are there in time.
+
+Outside the blocks of its model a divided parameter has the class `Watched`, a subclass of `nn.Parameter` by which torch
+tells of every use: the parameter's memory is filled first, what was written is kept, and a view that was handed out is
+remembered. Inside its block (between the hooks on the block's forward) it is a plain `nn.Parameter`: nothing is in the
+way of `torch.compile` or of fast paths. What autograd saves of a parameter is its place, not its memory; it is fetched
+when backward comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.sync.divided import AT, Divided, Unit
+
+_UNITS: dict[int, Unit] = {}
+"""Divided parameters of this process, by id."""
+
+
+class Watched(nn.Parameter):
+    """A divided parameter outside its block."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        params = list(_watched(args)) + list(_watched(tuple(kwargs.values())))
+        if func in _AUTOGRAD:
+            with _plain(params):
+                return func(*args, **kwargs)
+        if func == _SET_DATA:
+            unit = _UNITS[id(args[0])]
+            return unit.memory.assign(args[0], unit, args[1])
+        return _use(params, lambda: func(*args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+
+def _use(params: Sequence[nn.Parameter], call: Callable[[], Any]) -> Any:
+    """Make a call that needs the values of `params`."""
+    units = list({id(unit): unit for unit in (_UNITS[id(p)] for p in params)}.values())
+    versions = [p._version for p in params]
+    for unit in units:
+        unit.inside += 1
+    try:
+        for unit in units:
+            unit.memory.take(unit, "used")
+        with _plain(params):
+            result = call()
+    finally:
+        for unit in units:
+            unit.inside -= 1
+    wrote = {id(_UNITS[id(p)]) for p, was in zip(params, versions, strict=True) if p._version != was}
+    for unit in units:
+        unit.memory.used(unit, wrote=id(unit) in wrote)
+    return result
+
+
+class _plain:
+    """A block in which parameters are plain ones."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = params
+
+    def __enter__(self) -> None:
+        for param in self.params:
+            param.__class__ = nn.Parameter
+
+    def __exit__(self, *_: object) -> None:
+        for param in self.params:
+            param.__class__ = Watched
+
+
+def _watched(value: Any) -> Iterator[nn.Parameter]:
+    if isinstance(value, Watched):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _watched(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _watched(item)
+
+
+def _getters(*names: str) -> list[Any]:
+    """How torch tells that an attribute is read; releases differ in which there are."""
+    return [getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)]
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+_NO_VALUES = {
+    *_getters("shape", "dtype", "device", "layout", "ndim", "grad", "requires_grad", "is_leaf", "grad_fn", "_version"),
+    *_getters("_backward_hooks", "_base", "output_nr", "names", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_mps"),
+    *_getters("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "itemsize", "nbytes", "retains_grad", "name"),
+    *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension),
+    *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.storage_offset),
+    *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+    *(Tensor.__hash__, Tensor.__len__, Tensor.is_same_size, Tensor.new_empty, Tensor.new_zeros, Tensor.new_tensor),
+    *(Tensor.new_ones, Tensor.new_full, torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+    *(torch.rand_like, torch.randn_like, torch.is_floating_point, torch.is_complex, torch.numel),
+}
+"""What is asked of a parameter without its values."""
+
+
+# Attaching.
+
+
+def watch(memory: Divided, models: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> Callable[[], None]:
+    """Watch the parameters of `memory`; within `blocks` and the modules around them, they are plain. Result: undo."""
+    for unit in memory.units:
+        for param in unit.params:
+            if type(param) is not nn.Parameter:
+                raise UsageError(_strange(memory.names[id(param)], type(param).__name__))
+            _UNITS[id(param)] = unit
+            param.__class__ = Watched
+    hooks = [handle for module, units in _places(memory, models, blocks) for handle in _hook(module, units)]
+    saved = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    saved.__enter__()
+
+    def undo() -> None:
+        saved.__exit__()
+        for hook in hooks:
+            hook.remove()
+        for unit in memory.units:
+            for param in unit.params:
+                param.__class__ = nn.Parameter
+                _UNITS.pop(id(param), None)
+        memory.release()
+
+    return undo
+
+
+def _places(
+    memory: Divided, models: Sequence[nn.Module], blocks: Sequence[nn.Module]
+) -> Iterator[tuple[nn.Module, list[Unit]]]:
+    """Modules within which parameters are plain, with the units they use: blocks, and what owns the others."""
+    mine = {id(param): unit for unit in memory.units for param in unit.params}
+    within = {id(m) for block in blocks for m in block.modules() if m is not block}
+    tops = {id(block) for block in blocks}
+    seen: set[int] = set()
+    for model in models:
+        for module in model.modules():
+            if id(module) in within or id(module) in seen:
+                continue
+            seen.add(id(module))
+            params = module.parameters(recurse=id(module) in tops)
+            units = {id(mine[id(p)]): mine[id(p)] for p in params if id(p) in mine}
+            if units:
+                yield module, list(units.values())
+
+
+def _hook(place: nn.Module, units: list[Unit]) -> list[RemovableHandle]:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(module: nn.Module, args: Any) -> None:
+        if module is not place:  # a copy of the model has parameters of its own
+            return
+        for unit in units:
+            unit.inside += 1
+        for unit in units:
+            unit.memory.take(unit, "used")
+            for param in unit.params:
+                param.__class__ = nn.Parameter
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module is not place:
+            return
+        for unit in units:
+            unit.inside -= 1
+            if not unit.inside:
+                for param in unit.params:
+                    param.__class__ = Watched
+            unit.memory.used(unit, wrote=False)
+
+    return [place.register_forward_pre_hook(enter), place.register_forward_hook(leave, always_call=True)]
+
+
+class _Saved(NamedTuple):
+    """A tensor autograd saved that lies in a divided parameter: its place."""
+
+    unit: Unit
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    edition: int
+
+
+def _pack(tensor: Tensor) -> Tensor | _Saved:
+    if type(tensor) not in (Tensor, nn.Parameter, Watched):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            unit = AT.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # tensors without memory of their own (vmap)
+            return tensor
+        if unit is None or tensor.dtype != unit.flat.dtype or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        return _Saved(unit, tensor.shape, tensor.stride(), tensor.storage_offset(), unit.edition)
+
+
+def _unpack(saved: Tensor | _Saved) -> Tensor:
+    if not isinstance(saved, _Saved):
+        return saved
+    unit = saved.unit
+    if unit.edition != saved.edition:
+        raise RuntimeError(_CHANGED.format(unit.memory.names[id(unit.params[0])]))
+    unit.memory.take(unit, "saved")
+    return unit.flat.as_strided(saved.size, saved.stride, saved.offset)
+
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: parameters around "
+    "{!r} were changed between forward and backward"
+)
+
+
+def _strange(name: str, kind: str) -> str:
+    given = f"parameter {name!r} is a {kind} under zero3"
+    return explain(given, "plain nn.Parameter objects", 'use plan="zero2" for this model')
