@@ -2,7 +2,8 @@
 
 GPT of 27.4M parameters (6 layers, d 512, vocabulary 8192, tied, sequence 128, batch 4 a rank), fused AdamW, gloo on
 loopback, one thread a rank. Each round takes one step of every variant in a new order; figures are ratios within
-rounds. `python benchmarks/step_time.py [--rounds 24] [--ranks 2]` writes benchmarks/results/step_time.json.
+rounds. `python benchmarks/step_time.py [--rounds 24] [--ranks 2] [--group divided]` writes
+benchmarks/results/step_time.json, or step_time_divided.json for parameters divided (zero3 beside fully_shard).
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).parents[1]
-VARIANTS = ("no exchange", "torch DDP", "torch ZeroRedundancyOptimizer", "ddp", "zero1", "zero2")
+OURS = ("ddp", "zero1", "zero2", "zero3")
+GROUPS = {
+    "replicated": ("no exchange", "torch DDP", "torch ZeroRedundancyOptimizer", "ddp", "zero1", "zero2"),
+    "divided": ("no exchange", "torch DDP", "torch fully_shard", "zero3"),
+}
+"""Variants that are measured in one run."""
 
 
 class Block(nn.Module):
@@ -68,11 +75,14 @@ def build(variant: str) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
 
     torch.manual_seed(0)
     model: nn.Module = Gpt()
-    if variant in ("ddp", "zero1", "zero2"):
+    if variant in OURS:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         model, optimizer = dt.distribute(model, optimizer, plan=variant)
         return model, optimizer, [here().loop.members[-1]]
-    if variant != "no exchange":
+    if variant == "torch fully_shard":
+        for block in (*model.blocks, model):  # type: ignore[union-attr,misc]
+            fully_shard(block)
+    elif variant != "no exchange":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if variant == "torch ZeroRedundancyOptimizer":
         zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
@@ -80,15 +90,15 @@ def build(variant: str) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), []
 
 
-def measure(rounds: int) -> None:
+def measure(rounds: int, variants: tuple[str, ...]) -> None:
     import distributedtorch as dt
     from distributedtorch.core.world import here
 
     torch.set_num_threads(1)
     dt.barrier()
-    built = {variant: build(variant) for variant in VARIANTS}
+    built = {variant: build(variant) for variant in variants}
     draw = torch.Generator().manual_seed(dt.rank())
-    order, seconds = list(VARIANTS), {variant: [] for variant in VARIANTS}
+    order, seconds = list(variants), {variant: [] for variant in variants}
     shuffled = random.Random(0)
     for number in range(rounds + 2):
         shuffled.shuffle(order)
@@ -134,26 +144,29 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--group", choices=GROUPS, default="replicated")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.inside:
-        return measure(given.rounds)
+        return measure(given.rounds, GROUPS[given.group])
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(given.ranks), __file__, "--inside"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     out = subprocess.run(
-        [*command, "--rounds", str(given.rounds)], env=environ, stdout=subprocess.PIPE, text=True, check=True
+        [*command, "--rounds", str(given.rounds), "--group", given.group], env=environ, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
     seconds = json.loads(next(line for line in out.splitlines() if line.startswith("RESULT "))[7:])
     table = {}
-    for variant in VARIANTS:
+    for variant in GROUPS[given.group]:
         row: dict[str, Any] = {"ms": [round(1e3 * v, 1) for v in interval(seconds[variant])]}
-        for base in ("no exchange", "torch DDP", "torch ZeroRedundancyOptimizer"):
+        for base in GROUPS[given.group][:3]:
             ratios = [a / b for a, b in zip(seconds[variant], seconds[base], strict=True)]
             row[f"to {base}"] = [round(v, 3) for v in interval(ratios)]
         table[variant] = row
-        print(f"{variant:32} {row['ms'][0]:8.1f} ms   to DDP {row['to torch DDP']}   to none {row['to no exchange']}")
+        said = "   ".join(f"to {base} {row[f'to {base}']}" for base in GROUPS[given.group][:3])
+        print(f"{variant:32} {row['ms'][0]:8.1f} ms   {said}")
     result = {"machine": machine(), "ranks": given.ranks, "rounds": given.rounds, "table": table, "seconds": seconds}
-    (ROOT / "benchmarks/results/step_time.json").write_text(json.dumps(result, indent=1))
+    name = "step_time" if given.group == "replicated" else f"step_time_{given.group}"
+    (ROOT / f"benchmarks/results/{name}.json").write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

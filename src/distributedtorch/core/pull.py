@@ -14,6 +14,7 @@ bytes goes to each.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,7 +28,8 @@ from distributedtorch.core.comm import Comm, peer_errors
 _ASK = 0
 """Tag of requests; answers carry a tag the requester chose."""
 _TAGS = 1 << 30
-_DONE = -1
+_DONE, _STUCK = -1, -2
+_SECONDS_BETWEEN_LOOKS, _SECONDS_TO_BE_SURE = 0.1, 1.0
 _AT_ONCE = 8
 _IDLE_FOR_EVER = timedelta(days=3650)
 """A rank may go for hours without asking; gloo closes a connection whose receive has run out of time."""
@@ -123,12 +125,11 @@ class Pull:
         return Fetch(self.comm, f"piece {number}", works, land)
 
     def close(self) -> None:
-        """Say that this rank asks no more, and answer until all ranks have said so."""
+        """Say that this rank asks no more, and answer until all ranks have said so, or one waits for it in vain."""
         for peer in range(self.comm.world):
             if peer != self.comm.rank:
-                self._ask(peer, [_DONE, 0, 0])
-        with self.comm.held("leaving", "the end of the script"):
-            self._thread.join()
+                self._ask(peer, [_DONE, self.comm.count, 0])
+        self._thread.join()
 
     def _ask(self, peer: int, request: list[int]) -> None:
         message = torch.tensor(request)
@@ -141,14 +142,25 @@ class Pull:
             while left:
                 peer = dist.recv(request, group=self.group, tag=_ASK)
                 number, tag, edition = request.tolist()
+                if number == _STUCK:
+                    return
                 if number == _DONE:
                     left -= 1
+                    threading.Thread(target=self._mind, args=(peer, tag), daemon=True).start()
                 else:
                     with self._lock:
                         self._late.append((peer, number, tag, edition))
                     self._answer_late()
         except RuntimeError:
             return
+
+    def _mind(self, peer: int, count: int) -> None:
+        """A rank has left after `count` exchanges: where this one waits in a later one, let that rank go and be named."""
+        while True:
+            waiting = self.comm.waiting
+            if waiting and self.comm.count > count and time.monotonic() - waiting[1] > _SECONDS_TO_BE_SURE:
+                return self._ask(peer, [_STUCK, 0, 0])
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _answer_late(self) -> None:
         """Answer every request whose piece is here in the edition asked for."""
