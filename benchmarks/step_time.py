@@ -151,9 +151,8 @@ def main() -> None:
         return measure(given.rounds, GROUPS[given.group])
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(given.ranks), __file__, "--inside"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    out = subprocess.run(
-        [*command, "--rounds", str(given.rounds), "--group", given.group], env=environ, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+    command += ["--rounds", str(given.rounds), "--group", given.group]
+    out = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
     seconds = json.loads(next(line for line in out.splitlines() if line.startswith("RESULT "))[7:])
     table = {}
     for variant in GROUPS[given.group]:
