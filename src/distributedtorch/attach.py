@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.checkpoint import checkpoint
 
 from distributedtorch.core.blocks import blocks_of
+from distributedtorch.core.bucket import is_empty
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.plan import Plan
@@ -27,7 +28,8 @@ from distributedtorch.sync.ddp import Ddp
 def same_weights(model: nn.Module, comm: Comm) -> None:
     """Give every rank rank 0's parameters and buffers."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        comm.broadcast(f"initial {name}", tensor)
+        if not is_empty(tensor):
+            comm.broadcast(f"initial {name}", tensor)
 
 
 def own_randomness(rank: int) -> None:

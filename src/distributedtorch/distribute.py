@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
-from distributedtorch import attach, inspect, recipes, report, saving
+from distributedtorch import attach, filling, inspect, recipes, report, saving
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.core.plan import Plan, resolve, sources
@@ -18,16 +19,25 @@ from distributedtorch.launch.start import join_world
 from distributedtorch.launch.supervise import restart
 from distributedtorch.run import RUN
 from distributedtorch.sync import batchnorm
+from distributedtorch.sync.divided import fence
 from distributedtorch.verify import record as verify_record
 
 
-def distribute(*objects: Any, plan: str | Plan | None = None, workers: int | None = None) -> Any:
+def distribute(
+    *objects: Any,
+    plan: str | Plan | None = None,
+    workers: int | None = None,
+    weights: str | os.PathLike[str] | None = None,
+) -> Any:
     """Distribute a training loop: give its models, optimizers, loaders and schedulers, and go on with what comes back.
 
     Args:
         *objects: Models, optimizers, loaders, schedulers, in any number and order.
-        plan: How: a name ("ddp", "zero1", "zero2"), words ("zero2,clip=1.0") or a `dt.Plan`.
+        plan: How: a name ("ddp", "zero1", "zero2", "zero3"), words ("zero2,clip=1.0") or a `dt.Plan`.
         workers: How many processes to start where none were started (`python train.py`).
+        weights: A .safetensors file, or a folder with some, to fill the model from. A model on the meta device is
+            filled from it, or by its modules' own initialisers, a module at a time: under zero3 no rank ever holds
+            more than its share and one block.
 
     Returns:
         The same objects in the same order: models, optimizers and schedulers are the ones given, rewired in place;
@@ -45,12 +55,14 @@ def distribute(*objects: Any, plan: str | Plan | None = None, workers: int | Non
     effective.check(world.size, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size)
+    fill = _filling(given, weights)
     if world.size == 1 and not effective.numerics().words and not verify_record.wanted():
+        fill(world, "ddp")
         report.line(effective, origin, world, [], batchnorms=0, workers=workers)
         _remember(effective, given)
         return _back(list(objects))
     join_world()
-    result, loaders = _attach(objects, given, effective, world)
+    result, loaders = _attach(objects, given, effective, world, fill)
     batchnorms = sum(batchnorm.count(model) for model in given.models) if world.size > 1 else 0
     report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
     _remember(effective, given)
@@ -89,7 +101,9 @@ def _remember(plan: Plan, given: inspect.Given) -> None:
     RUN.schedulers += given.schedulers
 
 
-def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World) -> tuple[Any, list[Loader]]:
+def _attach(
+    objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World, fill: Fill
+) -> tuple[Any, list[Loader]]:
     loop, comm = world.loop, world.comm
     loop.batches.models += given.models
     if saving.carry_out_after_step not in loop.after_step:
@@ -108,7 +122,12 @@ def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: W
             batchnorm.synchronise(model, loop)
     if plan.recompute:
         attach.recompute(given.models)
+    early = plan.sync != "zero3" or not many
+    if early:
+        fill(world, plan.sync)
     _attach_parameters(given, plan, world)
+    if not early:
+        fill(world, plan.sync)
     for scheduler in given.schedulers:
         attach.scheduler(scheduler, world)
     if many and RUN.plan is None:
@@ -128,6 +147,32 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
         attach.rest(models, [*RUN.optimizers, *given.optimizers], world)
         if plan.sync == "zero3":
             attach.frozen(given.models, world, recipes.divide)
+
+
+Fill = Callable[[World, str], None]
+
+
+def _filling(given: inspect.Given, path: str | os.PathLike[str] | None) -> Fill:
+    """Make ready models that have no values yet; the result gives them values when their memory is laid out."""
+    weights = None if path is None else filling.files(path)
+    models = [model for model in given.models if path is not None or filling.is_meta(model)]
+    trained = {id(p) for optimizer in given.optimizers for group in optimizer.param_groups for p in group["params"]}
+    for model in models:
+        filling.check(model, weights)
+        filling.place(model)
+
+    def fill(world: World, sync: str) -> None:
+        divided = sync == "zero3" and world.size > 1
+        for model in models:
+            whole = [p for p in model.parameters() if not divided or (p.requires_grad and id(p) not in trained)]
+            filling.allocate(whole)
+            filling.fill(model, weights, world, fence if divided else _nothing)
+
+    return fill
+
+
+def _nothing() -> None:
+    pass
 
 
 def _back(objects: list[Any]) -> Any:

@@ -85,9 +85,6 @@ def _check_model(model: nn.Module, world: int) -> None:
     if len(devices) > 1:
         do = "model.to(one device) before dt.distribute"
         raise UsageError(explain(f"the model's parameters are on {' and '.join(devices)}", "one device per rank", do))
-    if devices == ["meta"]:
-        do = "build it on a real device"
-        raise UsageError(explain("the model is on the meta device", "parameters with values", do))
     _check_training(model, world)
 
 

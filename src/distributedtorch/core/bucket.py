@@ -99,6 +99,11 @@ def lay_out(
     return [_slab(params, run, owners, world, limit) for run in runs]
 
 
+def is_empty(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape but no memory, and so no values."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _runs(params: Sequence[Tensor], indices: list[int], limit: int) -> list[list[int]]:
     """Consecutive small parameters up to `limit` bytes together; a larger one alone."""
     runs: list[list[int]] = [[]]

@@ -135,6 +135,11 @@ class Divided(Memory):
             unit.drop()
             self.units.append(unit)
 
+    def rest(self) -> None:
+        """Let go of everything that can be."""
+        self.latest = None
+        self._sweep(keep=())
+
     def take(self, unit: Unit, way: str) -> None:
         """Have a unit here for use, let others go, and fetch ahead the one that comes after."""
         self.settle()
@@ -174,13 +179,7 @@ class Divided(Memory):
     # What zero asks of a memory.
 
     def fence(self) -> None:
-        for memory in ALL:
-            memory.latest = None
-            memory._sweep(keep=())
-        for rank, editions in enumerate(everywhere := self.pull.fence(f"fence/{self.name}")):
-            if editions != everywhere[0]:
-                number = next(n for n, (one, two) in enumerate(zip(everywhere[0], editions, strict=True)) if one != two)
-                raise DesyncError(_uneven(_name_of(number), rank, everywhere[0][number], editions[number]))
+        fence()
 
     def own(self, slab: int) -> Tensor:
         return self.units[slab].own
@@ -199,7 +198,7 @@ class Divided(Memory):
         torch.autograd.graph.increment_version(self.params)
 
     def bytes_held(self) -> int:
-        self._sweep(keep=())
+        self.rest()
         kept = sum(unit.own.numel() * unit.own.element_size() for unit in self.units)
         return kept + sum(unit.bytes for unit in self.units if unit.here)
 
@@ -227,6 +226,17 @@ ALL: list[Divided] = []
 """What is divided in this process."""
 AT: dict[int, Unit] = {}
 """Units by their storage."""
+
+
+def fence() -> None:
+    """Return when no rank needs the present values of anything divided. A group call."""
+    for memory in ALL:
+        memory.rest()
+    everywhere = ALL[0].pull.fence("fence")
+    for rank, editions in enumerate(everywhere):
+        if editions != everywhere[0]:
+            number = next(n for n, (one, two) in enumerate(zip(everywhere[0], editions, strict=True)) if one != two)
+            raise DesyncError(_uneven(_name_of(number), rank, everywhere[0][number], editions[number]))
 
 
 def _sum(flat: Tensor) -> int:

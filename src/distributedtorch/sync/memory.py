@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from distributedtorch.core.bucket import Slab, Slot
+from distributedtorch.core.bucket import Slab, Slot, is_empty
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 
@@ -86,7 +86,8 @@ def move_in(slab: Slab, params: Sequence[nn.Parameter]) -> Tensor:
     for slot in slab.slots:
         param = params[slot.index]
         view = slot.view(flat)
-        view.copy_(param.detach())
+        if not is_empty(param):
+            view.copy_(param.detach())
         param.data = view
     return flat
 
