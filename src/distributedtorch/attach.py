@@ -77,7 +77,7 @@ def frozen(models: list[nn.Module], world: World, divide: Callable[..., Any]) ->
     once = {id(p): (n, p) for n, p in kept}
     if once:
         names, params = (list(column) for column in zip(*once.values(), strict=True))
-        divide(params, names, models, world, name=f"frozen{len(world.undo)}", whole=False)
+        divide(params, names, models, world, whole=False)
 
 
 def _through(

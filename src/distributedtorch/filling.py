@@ -7,8 +7,11 @@ compute the same values and keep their own pieces, so nothing is sent.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,6 +93,7 @@ def fill(model: nn.Module, weights: Mapping[str, Path] | None, world: World, aft
             with torch.no_grad():
                 initialise()
             after()
+            _return_memory()
     if world.rank:
         for source, state in zip(sources, mine, strict=True):
             source.set_rng_state(state)
@@ -127,6 +131,14 @@ def _read(model: nn.Module, weights: Mapping[str, Path], after: Callable[[], Non
                     raise CheckpointError(explain(given, "the same shape", "check the model's config"))
                 targets[name].copy_(value)
             after()
+            _return_memory()
+
+
+def _return_memory() -> None:
+    """Give freed memory back to the system: what is allocated for a module is of another size than for the next."""
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # musl has no such call
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _opened(file: Path) -> Any:

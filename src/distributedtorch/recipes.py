@@ -38,7 +38,7 @@ def _zero(stage: int) -> Callable[[Trained, World], Sync]:
         params, names, name, whole = trained.params, trained.names, trained.name, owns_whole(trained.optimizer)
         memory: Memory
         if stage == 3 and world.size > 1:
-            memory = divide(params, names, trained.models, world, name=name, whole=whole)
+            memory = divide(params, names, trained.models, world, whole=whole)
         else:
             memory = Replicated(params, names, lay_out(params, world.size, whole=whole), world.comm, name)
         return Zero(params, names, trained.optimizer, name, memory, eager=stage > 1, whole=whole)
@@ -47,12 +47,17 @@ def _zero(stage: int) -> Callable[[Trained, World], Sync]:
 
 
 def divide(
-    params: list[nn.Parameter], names: list[str], models: list[nn.Module], world: World, *, name: str, whole: bool
+    params: list[nn.Parameter], names: list[str], models: list[nn.Module], world: World, *, whole: bool
 ) -> Divided:
     """Divide parameters over the ranks and watch their use."""
     blocks = [block for model in models for block in blocks_of(model)]
-    slabs = lay_out(params, world.size, whole=whole, blocks=block_of_each(params, blocks))
-    memory = Divided(params, names, slabs, world.pull(), name)
+    where = block_of_each(params, blocks)
+    slabs = lay_out(params, world.size, whole=whole, blocks=where)
+    groups: dict[int, list[int]] = {}
+    for number, slab in enumerate(slabs):
+        groups.setdefault(where[slab.slots[0].index], []).append(number)
+    groups.pop(-1, None)
+    memory = Divided(params, names, slabs, groups.values(), world.pull())
     world.undo.append(watch(memory, models, blocks))
     return memory
 

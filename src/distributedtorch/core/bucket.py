@@ -92,10 +92,10 @@ def lay_out(
     """
     limit = limit or bucket_bytes(sum(map(_bytes, params)))
     owners = _balance(params, world) if whole else None
-    kinds: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, param in enumerate(params):
-        kinds.setdefault((param.dtype, param.device, blocks[index] if blocks else 0), []).append(index)
-    runs = [run for indices in kinds.values() for run in _runs(params, indices, limit)]
+        kinds.setdefault((param.dtype, param.device), []).append(index)
+    runs = [run for indices in kinds.values() for run in _runs(params, indices, limit, blocks or [0] * len(params))]
     return [_slab(params, run, owners, world, limit) for run in runs]
 
 
@@ -104,13 +104,13 @@ def is_empty(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
-def _runs(params: Sequence[Tensor], indices: list[int], limit: int) -> list[list[int]]:
-    """Consecutive small parameters up to `limit` bytes together; a larger one alone."""
+def _runs(params: Sequence[Tensor], indices: list[int], limit: int, blocks: Sequence[int]) -> list[list[int]]:
+    """Consecutive small parameters of a block up to `limit` bytes together; a larger one alone."""
     runs: list[list[int]] = [[]]
     held = 0
     for index in indices:
         size = _bytes(params[index])
-        if runs[-1] and held + size > limit:
+        if runs[-1] and (held + size > limit or blocks[index] != blocks[runs[-1][-1]]):
             runs.append([])
             held = 0
         runs[-1].append(index)

@@ -245,13 +245,14 @@ class Comm:
         return pending
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
-        """Memory for a while: used again rather than asked of the system anew, whatever the size it last had."""
+        """Memory for a while: used again rather than asked of the system anew, where the size it last had is near."""
         free = self._free[dtype, device]
-        fits = [k for k, block in enumerate(free) if block.numel() >= numel]
+        fits = [k for k, block in enumerate(free) if numel <= block.numel() <= 2 * numel]
         if fits:
             return free.pop(min(fits, key=lambda k: free[k].numel()))[:numel]
-        if free:
-            free.pop(0)  # too small: let it go, so that there are never more blocks than are used at once
+        small = [k for k, block in enumerate(free) if block.numel() < numel]
+        if small:
+            free.pop(small[0])  # let it go, so that there are hardly more blocks than are used at once
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, tensors: list[Tensor]) -> None:

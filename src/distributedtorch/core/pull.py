@@ -95,9 +95,13 @@ class Pull:
 
     def fence(self, name: str) -> list[list[int]]:
         """Return when every rank has come here, having let go of all it fetched: each rank's editions, to compare."""
-        everywhere = self.comm.exchange(name, torch.tensor(self.editions)).tolist()
+        everywhere: list[list[int]] = self.comm.exchange(name, torch.tensor(self.editions)).tolist()
         with self._lock:
+            sent = list(self._answers)
+            self._answers.clear()
             self._old.clear()
+        for work, _ in sent:
+            work.wait()
         return everywhere
 
     def fetch(self, number: int, flat: Tensor, bounds: Sequence[int]) -> Fetch:

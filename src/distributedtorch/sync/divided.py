@@ -2,10 +2,9 @@
 
 Rajbhandari et al. 2020, stage 3; Zhao et al., "PyTorch FSDP", VLDB 2023, for gathering by block ahead of use.
 
-The user's Parameter objects stay. The flat memory they are views of is given back to the system when it is not in use
-(its storage has no bytes then) and filled again when it is, so whatever autograd has saved stays valid. Every use is
-seen (`watched.py`), and memory that somebody still looks at is never taken away. The order of blocks is learned, and
-the next one is fetched ahead.
+The user's Parameter objects stay. While a unit is not in use they have their shapes and no memory; when it is used they
+are views of memory from a pool, filled with what all ranks own of it. Every use is seen (`watched.py`), and memory that
+somebody still looks at is never taken away. The order of units is learned, and the next one is fetched ahead.
 
 Each rank holds: its range, Psi/N; the units in use and the next one, while they are used.
 Travels: Psi (N-1)/N for each time all parameters are gathered.
@@ -16,11 +15,12 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distributedtorch.core.bucket import Slab, Slot
+from distributedtorch.core.bucket import Slab, Slot, is_empty
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.pull import Fetch, Pull
 from distributedtorch.sync.memory import Memory, move_in
@@ -34,26 +34,32 @@ class Unit:
         self.params = [params[slot.index] for slot in slab.slots]
         low, high = slab.bounds[memory.comm.rank : memory.comm.rank + 2]
         self.range = slice(low, high)
-        self.here = True
+        self.own = torch.zeros(high - low, dtype=slab.dtype, device=slab.device)
+        self.flat: Tensor | None = None
+        """All of it, while it is here."""
         self.fetch: Fetch | None = None
         self.inside = 0
         """How many calls under way use it."""
         self.lent: int | None = None
         """Where the user has been given a view of it: what its bytes added up to then."""
-        self.looks = 0
-        self._live_in(move_in(slab, params))
-        self.bytes = self.storage.nbytes()
-        self.own = self.flat[self.range].clone()
-        self.number = memory.pull.offer(self.own)
+        self.mates: tuple[Unit, ...] = (self,)
+        """The units of its block: they come and go together."""
+        self.absent = _nowhere(slab)
+        if any(not is_empty(param) for param in self.params):
+            flat = move_in(slab, params)
+            self.own.copy_(flat[self.range])
+        self._show(self.absent)
+        self.number = memory.pull.offer(self.own)  # others may ask from now on
 
-    def _live_in(self, flat: Tensor) -> None:
-        self.flat, self.storage, self.looks = flat, flat.untyped_storage(), 0
-        self.looks = self.lookers()
-        AT[self.storage._cdata] = self
+    def _show(self, views: Sequence[Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, views, strict=True):
+                param.data = view
 
     def lookers(self) -> int:
         """How many tensors look at its memory, beyond the parameters themselves."""
-        return int(torch._C._storage_Use_Count(self.storage._cdata)) - self.looks  # type: ignore[attr-defined]
+        assert self.flat is not None
+        return _looks(self.flat) - _ALONE - len(self.params)
 
     @property
     def edition(self) -> int:
@@ -61,29 +67,34 @@ class Unit:
 
     def begin(self) -> None:
         """Begin to gather it."""
-        self.storage.resize_(self.bytes)
+        if self.flat is None:
+            slab = self.slab
+            self.flat = self.memory.comm.borrow(slab.numel, slab.dtype, slab.device)
+            self._show([slot.view(self.flat) for slot in slab.slots])
+            AT[self.flat.untyped_storage()._cdata] = self
         self.flat[self.range].copy_(self.own)
         self.fetch = self.memory.pull.fetch(self.number, self.flat, self.slab.bounds)
-        self.here = True
 
-    def arrive(self) -> None:
+    def arrive(self) -> Tensor:
         """Wait until it is all there."""
-        if not self.here:
+        if self.flat is None:
             self.begin()
         if self.fetch is not None:
             self.fetch.wait()
             self.fetch = None
+        assert self.flat is not None
+        return self.flat
 
     def lend(self) -> None:
         """A view of it is in the user's hands: writing to that must count."""
         if self.lent is None:
-            self.lent = _sum(self.flat)
+            self.lent = _sum(self.arrive())
             self.memory.lent.append(self)
 
     def settle(self) -> None:
         """Take over what was written through views."""
         if self.lent is not None:
-            now = _sum(self.flat)
+            now = _sum(self.arrive())
             if now != self.lent:
                 self.written()
             self.lent = now
@@ -93,73 +104,71 @@ class Unit:
 
     def written(self) -> None:
         """All ranks have written the same to it: keep this rank's range of that."""
-        self.own = self.flat[self.range].clone()
+        self.own = self.arrive()[self.range].clone()
         self.memory.pull.replace(self.number, self.own)
 
     def drop(self) -> None:
         """Give its memory back, unless somebody looks at it."""
-        self.arrive()
+        flat = self.arrive()
         self.settle()
         if not self.lookers():
-            if not self.storage.resizable():  # numpy has looked at it
-                self._move_out()
-            self.storage.resize_(0)
-            self.here = False
-
-    def _move_out(self) -> None:
-        del AT[self.storage._cdata]
-        flat = self.slab.empty()
-        with torch._C.DisableTorchFunctionSubclass():
-            for param, slot in zip(self.params, self.slab.slots, strict=True):
-                param.data = slot.view(flat)
-        self._live_in(flat)
+            self._show(self.absent)
+            del AT[flat.untyped_storage()._cdata]
+            self.memory.comm.give_back([flat])
+            self.flat = None
 
 
 class Divided(Memory):
     """Every rank keeps its own range of the parameters."""
 
     def __init__(
-        self, params: Sequence[nn.Parameter], names: Sequence[str], slabs: Sequence[Slab], pull: Pull, name: str
+        self,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        slabs: Sequence[Slab],
+        groups: Iterable[Sequence[int]],
+        pull: Pull,
     ) -> None:
-        self.comm, self.pull, self.params, self.slabs, self.name = pull.comm, pull, params, slabs, name
+        self.comm, self.pull, self.params, self.slabs = pull.comm, pull, params, slabs
         self.names = {id(param): said for param, said in zip(params, names, strict=True)}
         self.units: list[Unit] = []
-        self.after: dict[tuple[int, str], Unit] = {}
-        """The unit used after a unit, and in what way: what to fetch ahead."""
-        self.latest: tuple[int, str] | None = None
+        self.trail = _START
+        """The last two blocks used, each with the way it was."""
+        self.after: dict[tuple[Any, Any], Unit] = {}
+        """What was used after a trail: to be fetched ahead the next time."""
         self.lent: list[Unit] = []
         self.comm.before_waiting.append(self.settle)
         ALL.append(self)
         for slab in slabs:
-            unit = Unit(self, slab, params)
-            unit.drop()
-            self.units.append(unit)
+            self.units.append(Unit(self, slab, params))
+        for group in groups:
+            mates = tuple(self.units[number] for number in group)
+            for unit in mates:
+                unit.mates = mates
 
     def rest(self) -> None:
         """Let go of everything that can be."""
-        self.latest = None
+        self.trail = _START
         self._sweep(keep=())
 
     def take(self, unit: Unit, way: str) -> None:
-        """Have a unit here for use, let others go, and fetch ahead the one that comes after."""
+        """Have a unit here for use, with its block; let others go, and fetch ahead the block that comes after."""
         self.settle()
-        now = (unit.number, way)
-        if now == self.latest:
-            return unit.arrive()
-        if self.latest is not None and self.latest[0] != unit.number:
-            self.after[self.latest] = unit
-        self.latest = now
-        ahead = self.after.get(now)
-        self._sweep(keep=(unit, ahead))
-        if not unit.here:
-            unit.begin()
-        if ahead is not None and not ahead.here:
-            ahead.begin()
+        now = (unit.mates[0].number, way)
+        if now != self.trail[-1]:
+            self.after[self.trail] = unit
+            self.trail = (self.trail[-1], now)
+            ahead = self.after.get(self.trail)
+            wanted = (*unit.mates, *(ahead.mates if ahead else ()))
+            self._sweep(keep=wanted)
+            for other in wanted:
+                if other.flat is None:
+                    other.begin()
         unit.arrive()
 
     def _sweep(self, keep: Iterable[Unit | None]) -> None:
         for unit in self.units:
-            if unit.here and not unit.inside and unit not in keep:
+            if unit.flat is not None and not unit.inside and unit not in keep:
                 unit.drop()
 
     def settle(self) -> None:
@@ -172,7 +181,7 @@ class Divided(Memory):
         if wrote:
             unit.written()
             if unit.lent is not None:
-                unit.lent = _sum(unit.flat)
+                unit.lent = _sum(unit.arrive())
         if unit.lookers():
             unit.lend()
 
@@ -190,42 +199,44 @@ class Divided(Memory):
     def agree(self) -> None:
         for unit in self.units:
             self.pull.changed(unit.number)
-            if unit.here:
+            if unit.flat is not None:
                 unit.begin()
-                unit.arrive()
+                flat = unit.arrive()
                 if unit.lent is not None:
-                    unit.lent = _sum(unit.flat)
+                    unit.lent = _sum(flat)
         torch.autograd.graph.increment_version(self.params)
 
     def bytes_held(self) -> int:
         self.rest()
         kept = sum(unit.own.numel() * unit.own.element_size() for unit in self.units)
-        return kept + sum(unit.bytes for unit in self.units if unit.here)
+        return kept + sum(u.flat.numel() * u.flat.element_size() for u in self.units if u.flat is not None)
 
     def release(self) -> None:
         """Every rank has everything again, for good. A group call."""
         for unit in self.units:
-            unit.inside = 1
-            unit.arrive()
-        self.comm.barrier(f"release/{self.name}")
+            own = unit.arrive().clone()
+            unit._show([slot.view(own) for slot in unit.slab.slots])
+        self.comm.barrier("release")
         self.comm.before_waiting.remove(self.settle)
         ALL.remove(self)
         for unit in self.units:
-            del AT[unit.storage._cdata]
+            assert unit.flat is not None
+            del AT[unit.flat.untyped_storage()._cdata]
             self.pull.withdraw(unit.number)
 
     def assign(self, param: nn.Parameter, unit: Unit, value: Tensor) -> None:
         """`p.data = value`: take over the values."""
-        if value.shape != param.shape or value.dtype != unit.flat.dtype or value.device != unit.flat.device:
+        if value.shape != param.shape or value.dtype != unit.own.dtype or value.device != unit.own.device:
             raise UsageError(_converted(self.names[id(param)], value))
         with torch.no_grad():
             param.copy_(value)
 
 
+_START: tuple[tuple[int, str], tuple[int, str]] = ((-1, ""), (-1, ""))
 ALL: list[Divided] = []
 """What is divided in this process."""
 AT: dict[int, Unit] = {}
-"""Units by their storage."""
+"""Units that are here, by their storage."""
 
 
 def fence() -> None:
@@ -237,6 +248,24 @@ def fence() -> None:
         if editions != everywhere[0]:
             number = next(n for n, (one, two) in enumerate(zip(everywhere[0], editions, strict=True)) if one != two)
             raise DesyncError(_uneven(_name_of(number), rank, everywhere[0][number], editions[number]))
+
+
+def _nowhere(slab: Slab) -> list[Tensor]:
+    """Tensors with the parameters' shapes and no memory."""
+    views = []
+    for slot in slab.slots:
+        view = torch.empty_strided(slot.shape, slot.stride, dtype=slab.dtype, device=slab.device)
+        view.untyped_storage().resize_(0)
+        views.append(view)
+    return views
+
+
+def _looks(flat: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+_ALONE = _looks(torch.empty(1))
+"""What is counted where one tensor looks. Never counted on the spot: memory from the pool may have late lookers."""
 
 
 def _sum(flat: Tensor) -> int:

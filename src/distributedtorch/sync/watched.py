@@ -206,7 +206,7 @@ def _pack(tensor: Tensor) -> Tensor | _Saved:
             unit = AT.get(tensor.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):  # tensors without memory of their own (vmap)
             return tensor
-        if unit is None or tensor.dtype != unit.flat.dtype or tensor.is_conj() or tensor.is_neg():
+        if unit is None or tensor.dtype != unit.own.dtype or tensor.is_conj() or tensor.is_neg():
             return tensor
         return _Saved(unit, tensor.shape, tensor.stride(), tensor.storage_offset(), unit.edition)
 
@@ -218,7 +218,7 @@ def _unpack(saved: Tensor | _Saved) -> Tensor:
     if unit.edition != saved.edition:
         raise RuntimeError(_CHANGED.format(unit.memory.names[id(unit.params[0])]))
     unit.memory.take(unit, "saved")
-    return unit.flat.as_strided(saved.size, saved.stride, saved.offset)
+    return unit.arrive().as_strided(saved.size, saved.stride, saved.offset)
 
 
 _CHANGED = (
