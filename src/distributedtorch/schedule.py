@@ -64,7 +64,7 @@ def schedule(
 
     Args:
         optimizer: Whose groups to drive; each keeps its own learning rate as the top of the curve.
-        kind: "constant", "linear", "cosine", "multistep", "cyclic", "plateau"; the formulas stand in the module's docstring.
+        kind: "constant", "linear", "cosine", "multistep", "cyclic", "plateau"; formulas in the module's docstring.
         steps: All optimizer steps, warm-up included: where "linear" and "cosine" reach their floor.
         warmup: Optimizer steps of linear rise in front. With "plateau", call `step()` after every optimizer step and
             `step(metric)` after every evaluation; metrics that come during the warm-up are not judged.
@@ -131,7 +131,7 @@ def _curve(kind: str, steps: int | None, warmup: int, options: dict[str, Any]) -
 
 
 def _cyclic(_: str, steps: int | None, warmup: int, options: dict[str, Any]) -> _Arrange:
-    rest = dict(options)
+    rest = {"cycle_momentum": "base_momentum" in options or "max_momentum" in options, **options}
     floor, cycle = rest.pop("floor", 0.1), rest.pop("cycle", None)
     if not isinstance(cycle, int) or cycle < 2 or cycle % 2:
         given = 'kind "cyclic" without cycle' if cycle is None else f"cycle={cycle!r}"
