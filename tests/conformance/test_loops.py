@@ -58,7 +58,7 @@ def test_broken_builds_are_caught(sabotage: str, loop: str, plan: str, tmp_path:
 @pytest.mark.timeout(120)
 def test_ranks_that_stop_at_different_steps_are_caught(tmp_path: Path) -> None:
     loop = "early_stop_on_local_losses"
-    with pytest.raises(AssertionError, match=r"rank [01]"):
+    with pytest.raises(AssertionError, match=r"every rank (to make the same calls|takes every batch)"):
         run(
             2,
             tmp_path,
