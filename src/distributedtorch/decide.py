@@ -35,7 +35,7 @@ def agreed(value: SupportsFloat, name: str) -> float:
         name: What it is for, in messages.
     """
     values = _of_all(name, number(value, name))
-    return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
+    return values[0] if len(set(values)) == 1 else sum(values) / len(values)
 
 
 def number(value: Any, name: str) -> float:
