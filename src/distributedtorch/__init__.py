@@ -3,6 +3,8 @@
 The map of the package:
   distribute   the call: plan -> parts -> attached to the user's objects
   recipes      the menu: plan word -> part
+  schedule     learning rates over optimizer steps
+  decide       early stopping and other decisions that all ranks take together
   core         words and contracts: plan, comm, bucket, step, errors
   sync         how replicas agree: ddp, zero; BatchNorm over ranks
   data         which rank sees which sample
@@ -23,9 +25,11 @@ from distributedtorch.core.errors import (
     UsageError,
 )
 from distributedtorch.core.plan import Plan
+from distributedtorch.decide import EarlyStop, all, any
 from distributedtorch.distribute import distribute
 from distributedtorch.launch.start import prepare as _prepare
 from distributedtorch.saving import load, save
+from distributedtorch.schedule import schedule
 from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, stats, total, weight, world
 from distributedtorch.verify.measure import verify
 
@@ -34,11 +38,14 @@ __all__ = [
     "CheckpointError",
     "DesyncError",
     "DistributedTorchError",
+    "EarlyStop",
     "LaunchError",
     "PeerError",
     "Plan",
     "PlanError",
     "UsageError",
+    "all",
+    "any",
     "barrier",
     "device",
     "distribute",
@@ -49,6 +56,7 @@ __all__ = [
     "print",
     "rank",
     "save",
+    "schedule",
     "stats",
     "total",
     "verify",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 
 from distributedtorch.core.blocks import blocks_of
@@ -21,6 +21,7 @@ from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.step import Member, Sync, Trained
 from distributedtorch.core.world import World
+from distributedtorch.decide import NO_METRIC, Plateau, agreed
 from distributedtorch.launch import record
 from distributedtorch.sync.ddp import Ddp
 
@@ -164,18 +165,37 @@ def _whole_state(given: Optimizer, whole: Callable[[], Any], take: Callable[[], 
 
 
 def scheduler(given: LRScheduler, world: World) -> None:
-    """A scheduler counts optimizer steps: inside a window of `accumulate` batches its `step` does nothing."""
+    """A scheduler counts optimizer steps: inside a window of `accumulate` batches its `step` does nothing.
+
+    Torch's plateau scheduler judges the mean over ranks of the metrics passed to its `step`.
+    """
     member = next((m for m in world.loop.members if getattr(m.sync, "optimizer", None) is given.optimizer), None)
-    if member is None or member.accumulate == 1:
+    window = member if member is not None and member.accumulate > 1 else None
+    local = isinstance(given, ReduceLROnPlateau) and not isinstance(given, Plateau) and world.size > 1
+    if "step" in vars(given) or (window is None and not local):
         return
-    original = given.step
-    present = member
+    original, save = given.step, given.state_dict
 
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        if present.calls == 0:
-            original(*args, **kwargs)
+        if window is not None and window.calls:
+            return
+        if local:
+            kwargs = _same_metric(args, kwargs)
+            args = args[1:]
+        original(*args, **kwargs)
+
+    def state_dict(self: LRScheduler) -> dict[str, Any]:
+        return {key: value for key, value in save().items() if key not in ("step", "state_dict")}
 
     given.step = types.MethodType(step, given)  # type: ignore[method-assign]
+    given.state_dict = types.MethodType(state_dict, given)  # type: ignore[method-assign]
+
+
+def _same_metric(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    metric = args[0] if args else kwargs.get("metrics")
+    if metric is None:
+        raise UsageError(NO_METRIC)
+    return {**kwargs, "metrics": agreed(metric, "plateau")}
 
 
 def recompute(models: list[nn.Module]) -> None:

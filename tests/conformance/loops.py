@@ -638,3 +638,131 @@ def a_teacher_that_follows(distribute: Distribute) -> Any:
             for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
                 slow.mul_(0.9).add_(fast, alpha=0.1)
     return {**model.state_dict(), **{f"teacher.{k}": v for k, v in teacher.state_dict().items()}}
+
+
+def penalised(distribute: Distribute, penalty: Callable[[nn.Module], Any]) -> nn.Module:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=5e-2, momentum=0.9)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        opt.zero_grad()
+        (F.mse_loss(model(x), y) + penalty(model)).backward()
+        opt.step()
+    return model
+
+
+@loop
+def l1_in_the_loss(distribute: Distribute) -> Any:
+    return penalised(distribute, lambda model: 0.01 * sum(p.abs().sum() for p in model.parameters()))
+
+
+@loop
+def elastic_net_in_the_loss(distribute: Distribute) -> Any:
+    def penalty(model: nn.Module) -> Any:
+        weights = torch.cat([p.flatten() for name, p in model.named_parameters() if name.endswith("weight")])
+        return 0.02 * (0.5 * weights.norm(1) + 0.5 * weights.square().sum())
+
+    return penalised(distribute, penalty)
+
+
+@loop
+def weight_decay_by_groups(distribute: Distribute) -> Any:
+    def decayed(model: nn.Module) -> torch.optim.Optimizer:
+        matrices, biases = [[p for p in model.parameters() if (p.dim() > 1) is many] for many in (True, False)]
+        groups = [{"params": matrices, "weight_decay": 0.3}, {"params": biases, "weight_decay": 0.0}]
+        return torch.optim.Adam(groups, lr=1e-2)
+
+    return simple(distribute, lambda model: None, decayed)
+
+
+# Batches of 12 rows are divided equally over 2, 3 and 4 ranks: the mean of the ranks' losses is the global loss.
+
+
+@loop
+def plateau_on_local_losses(distribute: Distribute) -> Any:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.4)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.7, patience=0)
+    model, opt, data, plateau = distribute(model, opt, rows(24, 12), plateau)
+    rates = []
+    for x, y in list(data) * 6:
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        opt.step()
+        plateau.step(loss.detach())
+        rates.append(opt.param_groups[0]["lr"])
+    return {**model.state_dict(), "lr": torch.tensor(rates)}
+
+
+@loop
+def early_stop_on_local_losses(distribute: Distribute) -> Any:
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.4)
+    model, opt, data = distribute(model, opt, rows(48, 12))
+    stop, taken = dt.EarlyStop(patience=3), 0
+    for x, y in list(data) * 6:
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        opt.step()
+        taken += 1
+        if stop(loss):
+            break
+    return {**model.state_dict(), "taken": torch.tensor(float(taken))}
+
+
+@loop
+def decisions_on_global_losses(distribute: Distribute) -> Any:
+    model = net()
+    opt = torch.optim.Adam(model.parameters(), lr=5e-2)
+    plateau = dt.schedule(opt, "plateau", warmup=3, patience=1, factor=0.5)
+    model, opt, data, plateau = distribute(model, opt, rows(), plateau)
+    stop, flags = dt.EarlyStop(patience=4), []
+    for x, y in list(data) * 4:
+        opt.zero_grad()
+        errors = (model(x) - y).square()
+        errors.mean().backward()
+        opt.step()
+        plateau.step()
+        value = dt.mean(errors.mean())
+        plateau.step(value)
+        flags.append([dt.any(errors.max() > 0.5), dt.all(errors.max() < 0.3)])
+        if stop(value.item()):
+            break
+    return {**model.state_dict(), "flags": torch.tensor(flags).double(), "lr": torch.tensor(plateau.get_last_lr())}
+
+
+@loop
+def momentum_that_cycles(distribute: Distribute) -> Any:
+    model = net()
+    trunk = torch.optim.SGD(model[:2].parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+    head = torch.optim.AdamW(model[2:].parameters(), lr=1e-2)
+    cyclic = torch.optim.lr_scheduler.CyclicLR(trunk, 1e-3, 1e-1, step_size_up=3, mode="triangular2")
+    one = torch.optim.lr_scheduler.OneCycleLR(head, max_lr=2e-2, total_steps=11)
+    model, trunk, head, data, cyclic, one = distribute(model, trunk, head, rows(), cyclic, one)
+    for x, y in list(data) * 2:
+        trunk.zero_grad()
+        head.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        for thing in (trunk, head, cyclic, one):
+            thing.step()
+    return {**model.state_dict(), "momentum": torch.tensor([trunk.param_groups[0]["momentum"]])}
+
+
+@loop
+def warm_up_then_decay(distribute: Distribute) -> Any:
+    model = net()
+    trunk, head = torch.optim.RMSprop(model[:2].parameters(), lr=1e-2), adam(model[2:])
+    rise = torch.optim.lr_scheduler.LinearLR(trunk, 0.1, total_iters=3)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(trunk, 7)
+    sched = torch.optim.lr_scheduler.SequentialLR(trunk, [rise, fall], [3])
+    model, trunk, head, data, sched = distribute(model, trunk, head, rows(), sched)
+    cosine = dt.schedule(head, "cosine", steps=10, warmup=3, batch=5, base_batch=10, scale="sqrt", floor=0.1)
+    for x, y in list(data) * 2:
+        trunk.zero_grad()
+        head.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        for thing in (trunk, head, sched, cosine):
+            thing.step()
+    return {**model.state_dict(), "lr": torch.tensor([sched.get_last_lr(), cosine.get_last_lr()])}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from distributedtorch import decide
 from distributedtorch.core import batches
 from distributedtorch.core.comm import Comm
 from distributedtorch.sync import batchnorm, optimizers
@@ -50,9 +51,20 @@ def adafactor_on_pieces() -> None:
     optimizers.ELEMENTWISE = (*optimizers.ELEMENTWISE, torch.optim.Adafactor)
 
 
+def decisions_stay_local() -> None:
+    decide._of_all = lambda name, value: [value]
+
+
 SABOTAGES: dict[str, Callable[[], None]] = {
     f.__name__: f
-    for f in (ranks_count_equally, local_norms, gradients_stay_local, batchnorm_stays_local, adafactor_on_pieces)
+    for f in (
+        ranks_count_equally,
+        local_norms,
+        gradients_stay_local,
+        batchnorm_stays_local,
+        adafactor_on_pieces,
+        decisions_stay_local,
+    )
 }
 
 if __name__ == "__main__":

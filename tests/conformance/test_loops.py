@@ -46,9 +46,25 @@ def test_loops_end_as_in_one_process(world: int, tmp_path: Path) -> None:
         ("ranks_count_equally", "clip_by_value", "ddp"),
         ("local_norms", "clip_by_other_norms", "zero1"),
         ("gradients_stay_local", "l2_in_the_loss", "ddp"),
+        ("decisions_stay_local", "plateau_on_local_losses", "zero1"),
     ],
 )
 def test_broken_builds_are_caught(sabotage: str, loop: str, plan: str, tmp_path: Path) -> None:
     pool = "tests.conformance.loops_pool"
     rows = run(2, tmp_path, "tests.conformance.sabotage", sabotage, pool, "DONE", loop)
     assert [r for r in rows if r["plan"] == plan and r["difference"] > 1e-6]
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_stop_at_different_steps_are_caught(tmp_path: Path) -> None:
+    loop = "early_stop_on_local_losses"
+    with pytest.raises(AssertionError, match=r"every rank (to make the same calls|takes every batch)"):
+        run(
+            2,
+            tmp_path,
+            "tests.conformance.sabotage",
+            "decisions_stay_local",
+            "tests.conformance.loops_pool",
+            "DONE",
+            loop,
+        )
