@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.score import replay
 from distributedtorch.score.figure import Figure, Mean, checked
+from distributedtorch.score.replay import Replay
 from distributedtorch.score.states import States, is_metric
 
 IGNORED = -100
@@ -75,7 +77,7 @@ def _figure(name: Any, metric: Any) -> Figure:
     if not isinstance(name, str):
         raise UsageError(explain(f"metrics= has the key {name!r}", "names", 'write metrics={"name": metric}'))
     if is_metric(metric):
-        return States(name, metric)
+        return Replay(name, metric) if replay.needed(metric) else States(name, metric)
     if callable(metric) and not is_metric(metric, "MetricCollection"):
         return Mean(name, checked(name, metric))
     raise UsageError(

@@ -222,7 +222,7 @@ def _student(freedom: int) -> float:
 
 
 def _scores(name: str, given: Tensor | Sequence[float]) -> Tensor:
-    scores = torch.as_tensor(given).detach().to("cpu", torch.float64)
+    scores = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
     if scores.ndim != 1 or len(scores) < 2 or not bool(scores.isfinite().all()):
         seen = f"scores {name} of shape {tuple(scores.shape)}"
         seen += "" if bool(scores.isfinite().all()) else " that are not all finite"

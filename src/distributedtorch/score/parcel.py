@@ -69,7 +69,8 @@ def in_order(parts: Sequence[Sequence[tuple[int, Any]]]) -> list[Any]:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    # A clone, since `contiguous` leaves the odd strides of a single element, which cannot be seen as bytes.
+    return tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _size(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -1,28 +1,23 @@
 """A torchmetrics metric over ranks: its states travel once and are combined by the reductions it declares.
 
 torchmetrics' own exchange is switched off. Each rank holds the states of its own rows; ranks that had no row at all are
-left out. Lists come in the order in which one process would have filled them. A "mean" counts ranks by their rows; a
-tensor without reduction is stacked, as torchmetrics does it, for metrics that expect that (PearsonCorrCoef). The user's
-metric is copied, so neither its state nor its settings change. Not for metrics that draw, or look at the order of
-updates (BootStrapper, Running): refused.
+left out. Lists come in the order in which one process would have filled them; a "mean" counts ranks by their rows. The
+user's metric is copied, so neither its state nor its settings change. Tensors without reduction: see `replay.py`. A
+metric that draws (BootStrapper) is refused.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.score.figure import Figure, length, no_samples
 from distributedtorch.score.parcel import Parcel, in_order
-
-_UNCOMBINED = ("BootStrapper", "Running")
 
 
 def is_metric(thing: Any, kind: str = "Metric") -> bool:
@@ -31,17 +26,24 @@ def is_metric(thing: Any, kind: str = "Metric") -> bool:
     return known is not None and isinstance(thing, getattr(known, kind))
 
 
+def copied(name: str, metric: Any) -> Any:
+    """A fresh metric like the given one, that exchanges nothing by itself."""
+    copy = metric.clone()
+    copy.reset()
+    for part in copy.modules():
+        if is_metric(part):
+            part.distributed_available_fn = _never
+            _refuse(name, part)
+    return copy
+
+
 class States(Figure):
     """One metric, with the metrics inside it."""
 
     def __init__(self, name: str, metric: Any) -> None:
         self.name = name
-        self.metric = metric.clone()
-        self.metric.reset()
+        self.metric = copied(name, metric)
         self.parts = [module for module in self.metric.modules() if is_metric(module)]
-        for part in self.parts:
-            part.distributed_available_fn = _never
-            _refuse(name, part)
         self.states = [(part, attr) for part in self.parts for attr in part._reductions]
         self.rows = 0
         self.batches: list[int] = []
@@ -73,29 +75,16 @@ class States(Figure):
         active = [parcel for parcel in parcels if parcel.card["batches"]]
         if not active:
             raise UsageError(no_samples(self.name))
-        alone = self._shape_alone()
         held = [_apart(parcel) for parcel in active]
         rows = torch.tensor([parcel.card["rows"] for parcel in active], dtype=torch.float64)
         for (part, attr), values in zip(self.states, zip(*held, strict=True), strict=True):
             setattr(part, attr, _on(part.device, _combined(values, part._reductions[attr], rows)))
         for part in self.parts:
             part._update_count, part._computed = max(part._update_count, 1), None
-        value = self.metric.compute()
-        if alone is not None and alone != _shapes(value):
-            raise UsageError(_stacked(self.name, self.metric))
-        return value
+        return self.metric.compute()
 
     def _values(self) -> list[tuple[Any, str, Any]]:
         return [(part, attr, getattr(part, attr)) for part, attr in self.states]
-
-    def _shape_alone(self) -> Any:
-        """The shape of this rank's own result, where a tensor without reduction might change it; else None."""
-        unreduced = any(p._reductions[attr] is None and isinstance(value, Tensor) for p, attr, value in self._values())
-        if not unreduced or not self.batches:
-            return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _shapes(self.metric.compute())
 
 
 class _Entries(list[tuple[int, Tensor]]):
@@ -143,15 +132,11 @@ def _combined(values: Sequence[Tensor | _Entries], reduction: Any, rows: Tensor)
     if kind == "dim_zero_mean":
         shares = (rows / rows.sum()).view(-1, *[1] * (stacked.ndim - 1))
         return (stacked.double() * shares).sum(dim=0).to(stacked.dtype)
-    return stacked if reduction is None else reduction(stacked)
+    return reduction(stacked)
 
 
 def _on(device: torch.device, value: Any) -> Any:
     return [entry.to(device) for entry in value] if isinstance(value, list) else value.to(device)
-
-
-def _shapes(value: Any) -> list[Any]:
-    return [getattr(leaf, "shape", None) for leaf in tree_leaves(value)]
 
 
 def _never() -> bool:
@@ -159,13 +144,12 @@ def _never() -> bool:
 
 
 def _refuse(name: str, part: Any) -> None:
-    kinds = [kind.__name__ for kind in type(part).__mro__]
-    if any(kind in _UNCOMBINED for kind in kinds):
+    if any(kind.__name__ == "BootStrapper" for kind in type(part).__mro__):
         raise UsageError(
             explain(
-                f"metric {name!r} is a {kinds[0]}, which draws or looks at the order of its updates",
-                "a metric whose states of several ranks can be combined",
-                f"pass the metric inside the {kinds[0]}, or take dt.scores and dt.compare for an interval",
+                f"metric {name!r} is a {type(part).__name__}, which draws at every update",
+                "a metric that gives the same at every number of ranks",
+                "pass the metric inside it; dt.scores and dt.compare give an interval",
             )
         )
 
@@ -175,12 +159,4 @@ def _not_tensors(name: str, part: Any, attr: str) -> str:
         f"metric {name!r} ({type(part).__name__}) keeps things in {attr!r} that are not tensors",
         "states that are tensors or lists of tensors, so that ranks can exchange and combine them",
         "keep tensors in its states (add_state), or compute it in one process",
-    )
-
-
-def _stacked(name: str, metric: Any) -> str:
-    return explain(
-        f"metric {name!r} ({type(metric).__name__}) has states without reduction and does not combine them itself",
-        'a dist_reduce_fx ("sum", "mean", "max", "min", "cat" or a function) for each tensor state',
-        "give one in its add_state calls",
     )
