@@ -24,13 +24,13 @@ def run(world: int, folder: Path) -> list[dict[str, Any]]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world), "-m", "tests.evaluate.pool"]
     ended = subprocess.run(
-        [*command, str(done)], cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False
+        [*command, str(done)], cwd=folder, env=environ, capture_output=True, text=True, timeout=170, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [json.loads(row) for row in done.read_text().splitlines()]
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_results_are_those_of_one_process(world: int, tmp_path: Path) -> None:
