@@ -13,6 +13,7 @@ MAY_IMPORT = {
     "core": set(),
     "sync": {"core"},
     "data": {"core"},
+    "score": {"core"},
     "elastic": {"core"},
     "launch": {"core", "elastic"},
     "checkpoint": {"core", "launch"},

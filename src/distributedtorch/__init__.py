@@ -11,6 +11,7 @@ The map of the package:
   launch       starting, joining and ending processes
   elastic      the watch that names a missing rank
   checkpoint   saving and loading the state of a run
+  score        what an evaluation reports, and whether two runs differ
   verify       the measured difference to one process
 """
 
@@ -25,11 +26,14 @@ from distributedtorch.core.errors import (
     UsageError,
 )
 from distributedtorch.core.plan import Plan
+from distributedtorch.data.folds import folds
 from distributedtorch.decide import EarlyStop, all, any
 from distributedtorch.distribute import distribute
+from distributedtorch.evaluation import accuracy, evaluate, scores
 from distributedtorch.launch.start import prepare as _prepare
 from distributedtorch.saving import load, save
 from distributedtorch.schedule import schedule
+from distributedtorch.score.compare import compare
 from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, stats, total, weight, world
 from distributedtorch.verify.measure import verify
 
@@ -44,11 +48,15 @@ __all__ = [
     "Plan",
     "PlanError",
     "UsageError",
+    "accuracy",
     "all",
     "any",
     "barrier",
+    "compare",
     "device",
     "distribute",
+    "evaluate",
+    "folds",
     "is_main",
     "load",
     "main_first",
@@ -57,6 +65,7 @@ __all__ = [
     "rank",
     "save",
     "schedule",
+    "scores",
     "stats",
     "total",
     "verify",

@@ -1,0 +1,1 @@
+"""What an evaluation reports: each figure fed with real rows, combined once over ranks."""
