@@ -87,11 +87,17 @@ def fill(model: nn.Module, weights: Mapping[str, Path] | None, world: World, aft
     for source, state in zip(sources, mine, strict=True):
         world.comm.broadcast("random state", first := state.clone())
         source.set_rng_state(first)
+    filled: set[int] = set()
     for module in model.modules():
-        initialise = _initialiser(model, module) if _owns(module) else None
-        if initialise is not None:
+        params = list(module.parameters(recurse=False))
+        initialise = _initialiser(model, module)
+        if initialise is not None and any(id(p) not in filled for p in params):
             with torch.no_grad():
+                tied = {p: p.detach().clone() for p in params if id(p) in filled}
                 initialise()
+                for param, value in tied.items():  # the first module that has it gives a tied parameter its values
+                    param.copy_(value)
+            filled.update(map(id, params))
             after()
             _return_memory()
     if world.rank:

@@ -249,7 +249,9 @@ class Comm:
         free = self._free[dtype, device]
         fits = [k for k, block in enumerate(free) if numel <= block.numel() <= 2 * numel]
         if fits:
-            return free.pop(min(fits, key=lambda k: free[k].numel()))[:numel]
+            block = free.pop(min(fits, key=lambda k: free[k].numel()))
+            # Not a view of it: nothing else is to look at this memory.
+            return block.new_empty(0).set_(block.untyped_storage(), 0, (numel,), (1,))
         small = [k for k, block in enumerate(free) if block.numel() < numel]
         if small:
             free.pop(small[0])  # let it go, so that there are hardly more blocks than are used at once
