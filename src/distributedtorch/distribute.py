@@ -58,14 +58,23 @@ def distribute(*objects: Any, plan: str | Plan | None = None, workers: int | Non
 
 
 def release() -> None:
-    """Let go of everything distributed so far: the objects stay as they are now, on each rank by itself."""
-    here().loop.close()
-    while here().undo:
-        here().undo.pop()()
+    """Let go of everything distributed so far: plain objects again, whole on every rank. A group call.
+
+    Every rank keeps all parameters, all optimizer state and the gradients shown, no hook and no method of this library
+    is left on them, and the random state is the one that the order of data has come to: a loop that goes on does in
+    each process what one process would.
+    """
+    world = here()
+    world.loop.settle()
+    while world.undo:
+        world.undo.pop()()
+    world.loop.close()
+    while RUN.restore:
+        RUN.restore.pop()()
+    if RUN.stream is not None:
+        RUN.stream.hand_back()
     RUN.plan, RUN.stream = None, None
-    for undo in RUN.restore:
-        undo()
-    for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders, RUN.restore):
+    for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders):
         kept.clear()
 
 
@@ -105,9 +114,9 @@ def _attach(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: W
             attach.same_weights(model, comm)
     if many:
         for model in given.models:
-            batchnorm.synchronise(model, loop)
+            world.undo += batchnorm.synchronise(model, loop)
     if plan.recompute:
-        attach.recompute(given.models)
+        world.undo += attach.recompute(given.models)
     _attach_parameters(given, plan, world)
     for scheduler in given.schedulers:
         attach.scheduler(scheduler, world)
