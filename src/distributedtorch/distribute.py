@@ -170,6 +170,18 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
     return divided
 
 
+def divide_met(loader: Any) -> Loader:
+    """Divide a loader that was not given but is met in the loop. A group call."""
+    assert RUN.plan is not None
+    world = here()
+    divided = _divided(loader, RUN.plan, world)
+    if world.size > 1:
+        inspect.same_everywhere(inspect.Given(), [divided], RUN.plan, world.comm)
+    RUN.loaders.append(divided)
+    report.met(divided, world)
+    return divided
+
+
 def _length(loader: Loader) -> int | None:
     try:
         return len(loader)
