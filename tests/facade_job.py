@@ -31,10 +31,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(1, 6, 3, bias=False)
-        self.norm = nn.BatchNorm2d(6)
-        self.layers = nn.ModuleList(nn.Linear(6 * 36, 6 * 36, bias=False) for _ in range(2))
-        self.out = nn.Linear(6 * 36, 5)
+        self.conv = nn.Conv2d(1, 3, 3, bias=False)
+        self.norm = nn.BatchNorm2d(3)
+        self.layers = nn.ModuleList(nn.Linear(3 * 36, 3 * 36, bias=False) for _ in range(2))
+        self.out = nn.Linear(3 * 36, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.conv(x.view(-1, 1, 8, 8)))).flatten(1)
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 def make(optimizer: str) -> Objects:
     torch.manual_seed(3)
-    x, y = torch.randn(31, 64), torch.randint(0, 5, (31,))  # batches of 7: the last has 3 rows
+    x, y = torch.randn(17, 64), torch.randint(0, 5, (17,))  # batches of 7: the last has 3 rows
     model = Net()
     return model, OPTIMIZERS[optimizer](model.parameters()), DataLoader(TensorDataset(x, y), 7, shuffle=True)
 

@@ -25,7 +25,7 @@ from tests.conformance.cases import difference
 
 ROOT = Path(__file__).parents[1]
 LISTING = ROOT / "examples" / "listing.py"
-TINY = ("--epochs", 1, "--samples", 64, "--test-samples", 32, "--width", 8)
+TINY = ("--epochs", 1, "--samples", 64, "--test-samples", 32, "--width", 4)
 DTORCH = ("-m", "distributedtorch", "run", "--workers", 2)
 
 
@@ -60,7 +60,7 @@ def test_the_listing_trains_alike_with_one_and_two_workers(resnet: ModuleType, t
     assert [line for line in two.stderr.splitlines() if "2 workers (call) · plan zero3" in line]
     assert two.stderr.count("batch 32 global = 16 + 16 (the loader that feeds the loop)") == 2
     torch.manual_seed(0)
-    start = dict(resnet.ResNet18(8).named_parameters())
+    start = dict(resnet.ResNet18(4).named_parameters())
     truth, found = load_file(tmp_path / "one"), load_file(tmp_path / "two")
     moved = norm(truth[name] - start[name].detach() for name in start)
     assert norm(found[name] - truth[name] for name in start) < 5e-3 * moved
@@ -101,8 +101,8 @@ def test_generated_classes_can_be_learned(resnet: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        (2, ("release/sgd", "release/adamw", "release/adafactor", "facade/sgd", "facade/adamw", "strategy/sgd")),
-        (3, ("release/sgd", "release/adamw", "facade/sgd", "facade/adamw")),
+        (2, ("release/sgd", "release/adafactor", "facade/sgd", "facade/adamw", "strategy/sgd")),
+        (3, ("release/adamw", "facade/sgd", "facade/adamw")),
     ],
 )
 def test_one_uninterrupted_run(world: int, names: tuple[str, ...], tmp_path: Path) -> None:
