@@ -156,6 +156,43 @@ def test_launch_before_setup_is_refused() -> None:
         dt.DistributedPyTorch().launch()
 
 
+def test_a_step_before_launch_is_refused(objects: Any) -> None:
+    model, optimizer, _ = objects
+    dist = dt.DistributedPyTorch()
+    dist.setup(model, optimizer)
+    dist.setup(model, optimizer)
+    with pytest.raises(dt.UsageError, match=r"before launch\(\)"):
+        optimizer.step()
+    dist.launch()
+    model(torch.zeros(1, 4)).sum().backward()
+    optimizer.step()
+    release()
+    assert "step" not in vars(optimizer)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_made_after_setup_does_not_complain(objects: Any) -> None:
+    model, optimizer, _ = objects
+    dist = dt.DistributedPyTorch()
+    dist.setup(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    dist.launch()
+    model(torch.zeros(1, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_device_without_index_is_this_ranks_own(objects: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.device] = []
+    monkeypatch.setattr(objects[0], "to", moved.append)
+    monkeypatch.setattr(facade, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(facade, "device", lambda: torch.device("cuda", 3))
+    for given in ("cuda", "cuda:0", "cpu"):
+        dt.DistributedPyTorch().setup(*objects[:2], given)
+    assert moved == [torch.device("cuda:3"), torch.device("cuda:0")]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "ddp,accumulate=2"])
 def test_a_step_without_gradient_is_refused(objects: Any, strategy: str) -> None:
     model, optimizer, loader = objects

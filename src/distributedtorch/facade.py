@@ -6,7 +6,6 @@ releases what is attached and distributes it anew. The loader that feeds the loo
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from distributedtorch.launch import record
 from distributedtorch.launch.place import find
 from distributedtorch.run import RUN
 from distributedtorch.values import barrier, device
+from distributedtorch.verify import record as verify_record
 
 
 @dataclass(eq=False, kw_only=True)
@@ -38,10 +38,13 @@ class _Setup:
 
     model: nn.Module
     optimizer: Optimizer
+    device: torch.device | str | None
     loader: DataLoader[Any] | None
     scheduler: LRScheduler | None
-    plan: str | Plan
-    workers: int | None = None
+    plan: Plan
+    workers: int | None
+    undo: Callable[[], None] = lambda: None
+    """What ends the waiting for a launch."""
 
     def shares(self, other: _Setup) -> bool:
         return self.model is other.model or self.optimizer is other.optimizer
@@ -116,12 +119,24 @@ class DistributedPyTorch:
         """
         if loader is not None:
             refuse_own_way(loader)
-        _place(model, optimizer, device)
-        given = _Setup(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, plan=self.plan)
-        given.workers = self.workers
-        _FACE.waiting = [*(setup for setup in _FACE.waiting if not setup.shares(given)), given]
+        for old in [setup for setup in _FACE.waiting if setup.model is model or setup.optimizer is optimizer]:
+            _FACE.waiting.remove(old)
+            old.undo()
+        given = _Setup(
+            model=model,
+            optimizer=optimizer,
+            device=device,
+            loader=loader,
+            scheduler=scheduler,
+            plan=self.plan,
+            workers=self.workers,
+        )
+        _FACE.waiting.append(given)
         if _FACE.launched:
             _attach_waiting()
+        else:
+            _place(given)
+            given.undo = _insist_on_launch(optimizer)
 
     def launch(self, workers: int | None = None) -> None:
         """Begin an epoch; the first call of all starts the processes, or joins those that were started.
@@ -177,10 +192,13 @@ def _attach_waiting() -> None:
         for setup in new:
             setup.model.zero_grad(set_to_none=True)
     for setup in new:
+        setup.undo()
+        setup.undo = lambda: None
         _attach(setup)
 
 
 def _attach(setup: _Setup) -> None:
+    _place(setup)
     extra = [thing for thing in (setup.scheduler, setup.loader) if thing is not None]
     *_, last = distribute(setup.model, setup.optimizer, *extra, plan=setup.plan, workers=setup.workers)
     feed = _FACE.feed
@@ -194,35 +212,45 @@ def _attach(setup: _Setup) -> None:
     here().undo.append(_insist_on_gradients(setup.optimizer))
 
 
+def _insist_on_launch(optimizer: Optimizer) -> Callable[[], None]:
+    """A step before the first launch would be this process's own: refuse it. Result: undo."""
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        raise UsageError(_NO_LAUNCH)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return override(optimizer, "step", step)
+
+
 def _insist_on_gradients(optimizer: Optimizer) -> Callable[[], None]:
     """A step without any gradient is most likely a forgotten backward: refuse it. Result: undo."""
     original = optimizer.step
 
-    @functools.wraps(original)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        self._opt_called = True  # type: ignore[attr-defined]
         if closure is not None:
             return original(closure)
-        mine = [member for member in here().loop.members if member.sync.optimizer is self]
-        came = any(member.touched_since_step for member in mine)
-        if not came and all(p.grad is None for group in self.param_groups for p in group["params"]):
+        came = any(member.touched_since_step for member in here().loop.members if member.sync.optimizer is self)
+        if not came and all(param.grad is None for group in self.param_groups for param in group["params"]):
             raise UsageError(_NO_BACKWARD)
         _FACE.feed.note_none()
         return original()
 
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return override(optimizer, "step", step)
 
 
-def _place(model: nn.Module, optimizer: Optimizer, where: torch.device | str | None) -> None:
+def _place(setup: _Setup) -> None:
     """Move the model, and the state its optimizer has already, where they are to be."""
-    if where is None:
+    if setup.device is None:
         return
-    there = torch.device(where)
+    there = torch.device(setup.device)
     if there.index is None and there.type == accelerator():
         there = device()
-    if any(tensor.device != there for tensor in (*model.parameters(), *model.buffers())):
-        model.to(there)
-        if optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())
+    if any(tensor.device != there for tensor in (*setup.model.parameters(), *setup.model.buffers())):
+        setup.model.to(there)
+        if setup.optimizer.state:
+            setup.optimizer.load_state_dict(setup.optimizer.state_dict())
 
 
 def _first_exception() -> str:
@@ -239,7 +267,7 @@ def _first_exception() -> str:
 def _refuse_more_workers(setups: Sequence[_Setup]) -> None:
     """Processes are started once, by the first launch."""
     for setup in setups if _FACE.launched and find().launcher == "none" else ():
-        if setup.workers not in (None, here().size):
+        if verify_record.workers_here(setup.workers) not in (None, here().size):
             given = f"workers={setup.workers} in a later setup, but the first launch ran as {here().size} process"
             raise LaunchError(explain(given, "the number in the first", f"put workers={setup.workers} there"))
 
@@ -251,6 +279,11 @@ def _refuse_mixed() -> None:
         raise UsageError(explain(given, "one way to distribute", "set all of them up with DistributedPyTorch"))
 
 
+_NO_LAUNCH = explain(
+    "optimizer.step() after setup() and before launch()",
+    "a launch: it starts or joins the processes that train together",
+    "call launch() at the beginning of every epoch",
+)
 _NO_BACKWARD = explain(
     "optimizer.step() with no gradient on any parameter since the last step",
     "a backward pass before every step",

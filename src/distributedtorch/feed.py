@@ -106,6 +106,6 @@ def refuse_own_way(loader: Any) -> None:
 
 
 _NONE_MET = (
-    "no DataLoader was iterated between launch() and barrier() in training mode, so every rank trains on whole "
-    "batches: the result is right only where all ranks see the same ones"
+    "no DataLoader was iterated in training mode between launch() and barrier(), so every rank trains on whole "
+    "batches: iterate the loader there, or use dt.distribute(model, optimizer, loader)"
 )
