@@ -2,7 +2,7 @@
 
 The map of the package:
   distribute   the call: plan -> parts -> attached to the user's objects
-  facade       DistributedPyTorch and Strategy: other faces of the same call
+  facade       DistributedPyTorch, and in strategy Strategy: other faces of the same call
   recipes      the menu: plan word -> part
   core         words and contracts: plan, comm, bucket, step, errors
   sync         how replicas agree: ddp, zero; BatchNorm over ranks
@@ -25,9 +25,10 @@ from distributedtorch.core.errors import (
 )
 from distributedtorch.core.plan import Plan
 from distributedtorch.distribute import distribute
-from distributedtorch.facade import DistributedPyTorch, Strategy
+from distributedtorch.facade import DistributedPyTorch
 from distributedtorch.launch.start import prepare as _prepare
 from distributedtorch.saving import load, save
+from distributedtorch.strategy import Strategy
 from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, stats, total, weight, world
 from distributedtorch.verify.measure import verify
 

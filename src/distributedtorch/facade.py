@@ -1,4 +1,4 @@
-"""The documents' own faces, over the same parts: `DistributedPyTorch` around a loop, `Strategy` around a step.
+"""The documents' own face, over the same parts: `DistributedPyTorch` around a loop (`strategy.py` is the other one).
 
 Nothing here exchanges or divides by itself. `setup` is `dt.distribute` put off until there is a world; a second `setup`
 releases what is attached and distributes it anew. The loader that feeds the loop is met there (`feed.py`).
@@ -7,10 +7,9 @@ releases what is attached and distributes it anew. The loader that feeds the loo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -289,116 +288,3 @@ _NO_BACKWARD = explain(
     "a backward pass before every step",
     "compute the loss and call loss.backward() before optimizer.step()",
 )
-
-
-class _Args:
-    """The arguments of a step, as a loader of one batch."""
-
-    def __init__(self) -> None:
-        self.given: tuple[Any, ...] = ()
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        yield self.given
-
-
-class Strategy:
-    """Distributes a step: what is made inside `scope` is trained by `run`.
-
-    ```python
-    strategy = dt.Strategy("mirrored")
-    with strategy.scope():
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for inputs, labels in loader:
-        loss = strategy.run(train_step, (inputs, labels))
-    strategy.sync()
-    ```
-
-    Args:
-        kind: "mirrored" (every rank holds everything, gradients are averaged), "server" or "topk".
-        workers: How many processes to start where none were started.
-
-    Raises:
-        UsageError: There is no such kind.
-        PlanError: Its plan is not built yet.
-    """
-
-    KINDS: ClassVar[dict[str, str]] = {
-        "mirrored": "ddp",
-        "server": "server(staleness=4)",
-        "topk": "ddp,wire=topk(0.01)",
-    }
-    """The plan of each kind."""
-
-    def __init__(self, kind: str = "mirrored", workers: int | None = None) -> None:
-        if kind not in self.KINDS:
-            do = "choose one of them, or a plan by dt.distribute(..., plan=...)"
-            raise UsageError(explain(f"Strategy({kind!r})", " or ".join(self.KINDS), do))
-        self.plan = Plan.parse(self.KINDS[kind])
-        self.plan.check()
-        self.workers = workers
-        self._args = _Args()
-        self._batches: Any = None
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """A block that makes models and their optimizers: when it ends, they are distributed.
-
-        Raises:
-            UsageError: No model, or no optimizer, was made in it.
-        """
-        made: list[Any] = []
-        undo = [_notice(kind, made) for kind in (nn.Module, Optimizer)]
-        try:
-            yield
-        finally:
-            for act in undo:
-                act()
-        self._attach(made)
-
-    def run(self, step: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
-        """Call `step` with this rank's rows of `args`, a global batch.
-
-        Args:
-            step: Forward, backward and optimizer step.
-            args: Its arguments; tensors are cut by their first dimension, other values pass unchanged.
-
-        Returns:
-            What `step` returns on this rank; `dt.mean` makes the global mean of a loss.
-
-        Raises:
-            UsageError: It comes before `scope`.
-        """
-        if self._batches is None:
-            do = "make the model and its optimizer inside `with strategy.scope():`"
-            raise UsageError(explain("run() before scope()", "a model and an optimizer", do))
-        self._args.given = tuple(args)
-        return step(*next(iter(self._batches)) if args else ())
-
-    def sync(self) -> None:
-        """Return when every rank has come here: mirrored replicas agree after every step."""
-        barrier()
-
-    def _attach(self, made: list[Any]) -> None:
-        optimizers = [thing for thing in made if isinstance(thing, Optimizer)]
-        modules = [thing for thing in made if isinstance(thing, nn.Module)]
-        inner = {id(child) for module in modules for child in module.modules() if child is not module}
-        models = [m for m in modules if id(m) not in inner and any(True for _ in m.parameters())]
-        if not models or not optimizers:
-            given = f"scope() made {len(models)} models and {len(optimizers)} optimizers"
-            raise UsageError(explain(given, "both", "make the model and its optimizer in one `with strategy.scope():`"))
-        feed = [] if self._batches is not None else [self._args]
-        *_, last = distribute(*models, *optimizers, *feed, plan=self.plan, workers=self.workers)
-        self._batches = self._batches or last
-
-
-def _notice(kind: type[Any], made: list[Any]) -> Callable[[], None]:
-    """Keep every object of a class that is made from now on. Result: undo."""
-    original = kind.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        made.append(self)
-
-    kind.__init__ = init
-    return lambda: setattr(kind, "__init__", original)
