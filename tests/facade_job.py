@@ -134,6 +134,10 @@ def by_facade(optimizer: str) -> tuple[dict[str, Tensor], list[dict[str, int]]]:
     found.append(rows_seen(model, loader))
     dist.barrier()
     found.append({"after the barrier": len(next(iter(loader))[0])})
+    dist.setup(model, opt, "cpu", loader)
+    dist.launch()
+    other = DataLoader(loader.dataset, 7)
+    found.append({"named": len(next(iter(loader))[0]), "not named": len(next(iter(other))[0])})
     release()
     return after, found
 

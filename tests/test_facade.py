@@ -123,13 +123,14 @@ def check_release(found: list[dict[str, int]], rank: int, world: int) -> None:
 
 
 def check_facade(found: list[dict[str, int]], rank: int, world: int) -> None:
-    """Hooks are not doubled; the loader is divided in training only."""
-    first, *others, last, seen, after = found
+    """Hooks are not doubled; the loader is divided in training only, and where one is named, only that one."""
+    first, *others, last, seen, after, named = found
     assert first == last and first["gradient hooks"] > 0 and first["members"] == 1
     assert all(marks["members"] == 1 and marks["gradient hooks"] == first["gradient hooks"] for marks in others)
     mine = {2: [4, 3], 3: [3, 2, 2]}[world][rank]
     assert seen == {"training": mine, "no_grad": 7, "eval": 7}
     assert after == {"after the barrier": 7}
+    assert named == {"named": mine, "not named": 7}
 
 
 def check_strategy(found: list[dict[str, int]], rank: int, world: int) -> None:
