@@ -166,7 +166,29 @@ def by_strategy(optimizer: str) -> tuple[dict[str, Tensor], list[dict[str, int]]
     return after, [{"first": rows[0], "last": rows[-1]}]
 
 
-WAYS = {"release": (by_release, 5), "facade": (by_facade, 4), "strategy": (by_strategy, 4)}
+def by_saving(optimizer: str) -> tuple[dict[str, Tensor], list[dict[str, int]]]:
+    """A save that one rank asked for alone is not lost when the plan changes before the next step."""
+    model, opt, loader = make(optimizer)
+    for plan in PLANS[:2]:
+        dt.DistributedPyTorch(plan).setup(model, opt)
+        dt.DistributedPyTorch().launch()
+        epoch(model, opt, loader)
+        epoch(model, opt, loader)
+    after = state(model, opt)
+    if dt.is_main():
+        dt.save("alone")
+    dt.DistributedPyTorch("ddp").setup(model, opt)
+    release()
+    saved = json.loads(Path("alone/run.json").read_text())["run"]
+    return after, [{"steps since": here().loop.steps - saved["steps"]}]
+
+
+WAYS = {
+    "release": (by_release, 5),
+    "facade": (by_facade, 4),
+    "strategy": (by_strategy, 4),
+    "saving": (by_saving, 2),
+}
 
 
 def main(folder: Path, *names: str) -> None:

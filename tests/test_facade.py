@@ -32,7 +32,7 @@ DTORCH = ("-m", "distributedtorch", "run", "--workers", 2)
 def run(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, *map(str, command)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
-    return subprocess.run(line, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(line, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
 
 
 # The documents' program.
@@ -101,7 +101,7 @@ def test_generated_classes_can_be_learned(resnet: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        (2, ("release/sgd", "release/adafactor", "facade/sgd", "facade/adamw", "strategy/sgd")),
+        (2, ("release/sgd", "release/adafactor", "facade/sgd", "facade/adamw", "strategy/sgd", "saving/sgd")),
         (3, ("release/adamw", "facade/sgd", "facade/adamw")),
     ],
 )
@@ -137,7 +137,16 @@ def check_strategy(found: list[dict[str, int]], rank: int, world: int) -> None:
     assert found == [{"first": [4, 3][rank], "last": [2, 1][rank]}]
 
 
-CHECKS = {"release": check_release, "facade": check_facade, "strategy": check_strategy}
+def check_saving(found: list[dict[str, int]], rank: int, world: int) -> None:
+    assert found == [{"steps since": 0}]
+
+
+CHECKS = {
+    "release": check_release,
+    "facade": check_facade,
+    "strategy": check_strategy,
+    "saving": check_saving,
+}
 
 
 # One process.

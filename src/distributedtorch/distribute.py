@@ -66,6 +66,7 @@ def release() -> None:
     """
     world = here()
     world.loop.settle()
+    saving.carry_out_put_off()
     while world.undo:
         world.undo.pop()()
     world.loop.close()
