@@ -2,6 +2,7 @@
 
 The map of the package:
   distribute   the call: plan -> parts -> attached to the user's objects
+  facade       DistributedPyTorch, and in strategy Strategy: other faces of the same call
   recipes      the menu: plan word -> part
   schedule     learning rates over optimizer steps
   decide       early stopping and other decisions that all ranks take together
@@ -34,6 +35,10 @@ from distributedtorch.launch.start import prepare as _prepare
 from distributedtorch.saving import load, save
 from distributedtorch.schedule import schedule
 from distributedtorch.score.compare import compare
+from distributedtorch.facade import DistributedPyTorch
+from distributedtorch.launch.start import prepare as _prepare
+from distributedtorch.saving import load, save
+from distributedtorch.strategy import Strategy
 from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, stats, total, weight, world
 from distributedtorch.verify.measure import verify
 
@@ -41,12 +46,14 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "DesyncError",
+    "DistributedPyTorch",
     "DistributedTorchError",
     "EarlyStop",
     "LaunchError",
     "PeerError",
     "Plan",
     "PlanError",
+    "Strategy",
     "UsageError",
     "accuracy",
     "all",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,14 @@ from distributedtorch.core.blocks import blocks_of
 from distributedtorch.core.bucket import is_empty
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.override import override
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.step import Member, Sync, Trained
 from distributedtorch.core.world import World
 from distributedtorch.decide import NO_METRIC, Plateau, agreed
 from distributedtorch.launch import record
 from distributedtorch.sync.ddp import Ddp
+from distributedtorch.sync.gradient import DividedGrad
 
 
 def same_weights(model: nn.Module, comm: Comm) -> None:
@@ -57,7 +58,8 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     _through(given, member, world, plan, frozen, names={id(p): names[id(p)] for p in mine})
     state_of = getattr(sync, "whole_state", None)
     if state_of is not None:
-        _whole_state(given, state_of, sync.take_state)  # type: ignore[attr-defined]
+        world.undo += _whole_state(given, state_of, sync.take_state)  # type: ignore[attr-defined]
+        world.undo.append(lambda: _make_plain(sync, state_of))
 
 
 def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> None:
@@ -117,7 +119,7 @@ def _through(
         return result if closure is None else loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    given.step = types.MethodType(step, given)  # type: ignore[method-assign]
+    world.undo.append(override(given, "step", step))
 
 
 def _refuse_strangers(given: Optimizer, names: dict[int, str]) -> None:
@@ -144,8 +146,8 @@ def _refuse_thawed(frozen: list[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def _whole_state(given: Optimizer, whole: Callable[[], Any], take: Callable[[], None]) -> None:
-    """`state_dict` and `load_state_dict` speak of whole tensors, as in one process."""
+def _whole_state(given: Optimizer, whole: Callable[[], Any], take: Callable[[], None]) -> list[Callable[[], None]]:
+    """`state_dict` and `load_state_dict` speak of whole tensors, as in one process. Result: undo."""
     save, load = given.state_dict, given.load_state_dict
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
@@ -160,8 +162,17 @@ def _whole_state(given: Optimizer, whole: Callable[[], Any], take: Callable[[], 
         load(state)
         take()
 
-    given.state_dict = types.MethodType(state_dict, given)  # type: ignore[method-assign]
-    given.load_state_dict = types.MethodType(load_state_dict, given)  # type: ignore[method-assign]
+    return [override(given, "state_dict", state_dict), override(given, "load_state_dict", load_state_dict)]
+
+
+def _make_plain(sync: Sync, whole: Callable[[], Any]) -> None:
+    """Give every rank all of the optimizer's state and of the gradients shown, for good. A group call."""
+    assert sync.optimizer is not None
+    sync.optimizer.state = whole()
+    for param in sync.params:
+        if isinstance(param.grad, DividedGrad):
+            param.grad.held.settle()
+            param.grad = param.grad.held.full()
 
 
 def scheduler(given: LRScheduler, world: World) -> None:
@@ -187,8 +198,7 @@ def scheduler(given: LRScheduler, world: World) -> None:
     def state_dict(self: LRScheduler) -> dict[str, Any]:
         return {key: value for key, value in save().items() if key not in ("step", "state_dict")}
 
-    given.step = types.MethodType(step, given)  # type: ignore[method-assign]
-    given.state_dict = types.MethodType(state_dict, given)  # type: ignore[method-assign]
+    world.undo += [override(given, "step", step), override(given, "state_dict", state_dict)]
 
 
 def _same_metric(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -198,11 +208,10 @@ def _same_metric(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any
     return {**kwargs, "metrics": agreed(metric, "plateau")}
 
 
-def recompute(models: list[nn.Module]) -> None:
-    """Compute activations of repeated blocks again in backward instead of keeping them."""
-    for model in models:
-        for block in blocks_of(model):
-            block.forward = types.MethodType(_recomputed(block.forward), block)  # type: ignore[method-assign]
+def recompute(models: list[nn.Module]) -> list[Callable[[], None]]:
+    """Compute activations of repeated blocks again in backward instead of keeping them. Result: undo."""
+    blocks = [block for model in models for block in blocks_of(model)]
+    return [override(block, "forward", _recomputed(block.forward)) for block in blocks]
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -70,14 +70,24 @@ def distribute(
 
 
 def release() -> None:
-    """Let go of everything distributed so far: the objects stay as they are now, on each rank by itself."""
-    here().loop.close()
-    while here().undo:
-        here().undo.pop()()
+    """Let go of everything distributed so far: plain objects again, whole on every rank. A group call.
+
+    Every rank keeps all parameters, all optimizer state and the gradients shown, no hook and no method of this library
+    is left on them, and the random state is the one that the order of data has come to: a loop that goes on does in
+    each process what one process would.
+    """
+    world = here()
+    world.loop.settle()
+    saving.carry_out_put_off()
+    while world.undo:
+        world.undo.pop()()
+    world.loop.close()
+    while RUN.restore:
+        RUN.restore.pop()()
+    if RUN.stream is not None:
+        RUN.stream.hand_back()
     RUN.plan, RUN.stream = None, None
-    for undo in RUN.restore:
-        undo()
-    for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders, RUN.restore):
+    for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders):
         kept.clear()
 
 
@@ -119,9 +129,9 @@ def _attach(
             attach.same_weights(model, comm)
     if many:
         for model in given.models:
-            batchnorm.synchronise(model, loop)
+            world.undo += batchnorm.synchronise(model, loop)
     if plan.recompute:
-        attach.recompute(given.models)
+        world.undo += attach.recompute(given.models)
     early = plan.sync != "zero3" or not many
     if early:
         fill(world, plan.sync)
@@ -203,6 +213,18 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
         batch=plan.batch,
         reverse=verify_record.reversed_rows(),
     )
+    return divided
+
+
+def divide_met(loader: Any) -> Loader:
+    """Divide a loader that was not given but is met in the loop. A group call."""
+    assert RUN.plan is not None
+    world = here()
+    divided = _divided(loader, RUN.plan, world)
+    if world.size > 1:
+        inspect.same_everywhere(inspect.Given(), [divided], RUN.plan, world.comm)
+    RUN.loaders.append(divided)
+    report.met(divided, world)
     return divided
 
 

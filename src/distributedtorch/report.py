@@ -28,6 +28,12 @@ def line(
         print(f"distributedtorch: {' · '.join(said)}", file=sys.stderr, flush=True)
 
 
+def met(loader: Loader, world: World) -> None:
+    """Print what was made of a loader that was met in the loop."""
+    if world.rank == 0:
+        print(f"distributedtorch: batch {loader.note} (the loader that feeds the loop)", file=sys.stderr, flush=True)
+
+
 def parts(
     plan: Plan, origin: dict[str, str], world: World, loaders: list[Loader], *, batchnorms: int, workers: int | None
 ) -> list[str]:

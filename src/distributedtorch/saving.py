@@ -85,6 +85,12 @@ def carry_out_after_step(_: Member) -> None:
         meeting.of(loop, _together).stepped()
 
 
+def carry_out_put_off() -> None:
+    """Carry out now the saves that only some ranks asked for. A group call."""
+    if here().size > 1 and RUN.models:
+        meeting.of(here().loop, _together).catch_up()
+
+
 def _refuse_nothing() -> None:
     if not RUN.models:
         given = "dt.save or dt.load before dt.distribute"

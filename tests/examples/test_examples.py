@@ -17,7 +17,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "examples"
-NOT_PLANS = {"demo", "gpt", "measured", "single"}
+NOT_PLANS = {"demo", "gpt", "listing", "measured", "resnet", "single"}
 PLANS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NOT_PLANS)
 STEPS = "10"
 PYTHON: tuple[str, ...] = ()

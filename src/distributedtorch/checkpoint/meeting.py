@@ -78,7 +78,7 @@ class Meeting:
     def stepped(self) -> None:
         """After an optimizer step: carry out what some rank had asked for before the last exchange."""
         if self.loop.requested:
-            self._catch_up()
+            self.catch_up()
 
     def at_exit(self) -> None:
         """Carry out what is left if all ranks come to their end; a failure is reported as one of the script."""
@@ -86,7 +86,7 @@ class Meeting:
             return
         try:
             if self._leave() == "together" and self.store.add(_PUT_OFF, 0) > self.done:
-                self._catch_up()
+                self.catch_up()
             elif self.loop.requests:
                 raise CheckpointError(_ended(self.loop.requests[0]))
         except Exception as error:
@@ -111,7 +111,7 @@ class Meeting:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         return store.get(decision).decode()
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """All ranks, at the same moment: carry out what any of them has put off."""
         mine, self.loop.requests, self.loop.requested = self.loop.requests, [], 0
         lists = self.loop.comm.bytes_of_all("saves put off", json.dumps(mine).encode())

@@ -206,7 +206,7 @@ class Loop:
                 hook.remove()
         self.batches.close()
         self.members, self.batches, self.explicit, self._own_hooks = [], Batches(), None, 0
-        self.requests, self.requested = [], 0
+        self.requests, self.requested, self._broken = [], 0, False
         if self._original is not None:
             torch.autograd.backward, self._original = self._original, None
 
@@ -378,6 +378,11 @@ class Loop:
         """Exchange what is still local, unless the user has dropped it."""
         self._stand_down(member)
         self.flush(member)
+
+    def settle(self) -> None:
+        """Exchange what every member still has local, unless a backward failed: its gradients are nobody's."""
+        for member in [] if self._broken else self.members:
+            self.before_step(member)
 
     def flush(self, member: Member) -> None:
         """Exchange what earlier backwards of a window left local: before a step, or when `p.grad` is read."""

@@ -47,6 +47,10 @@ class Stream:
         """
         return Drawing(self, full)
 
+    def hand_back(self) -> None:
+        """Make this stream's state the global one: what draws next goes on where the order of data stands."""
+        install(self._state, full=True)
+
     def state_bytes(self) -> bytes:
         """The state as JSON, to send to other ranks or to save."""
         numpy_state = self._state.numpy

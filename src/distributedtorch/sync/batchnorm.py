@@ -9,7 +9,7 @@ it is refused. The module keeps its class, its parameters and its name.
 
 from __future__ import annotations
 
-import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.override import override
 from distributedtorch.core.step import Loop
 
 _loop: list[Loop] = []
@@ -27,12 +28,10 @@ def count(model: nn.Module) -> int:
     return sum(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def synchronise(model: nn.Module, loop: Loop) -> None:
-    """Make every batch normalisation of `model` use the global batch."""
+def synchronise(model: nn.Module, loop: Loop) -> list[Callable[[], None]]:
+    """Make every batch normalisation of `model` use the global batch. Result: undo."""
     _loop[:] = [loop]
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    return [override(module, "forward", forward) for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
 def forward(self: _BatchNorm, input: Tensor) -> Tensor:

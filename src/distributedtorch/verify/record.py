@@ -59,7 +59,9 @@ def attach(loop: Loop, models: Sequence[nn.Module]) -> None:
         return
     if not _recorder:
         _recorder.append(Recorder(Path(os.environ[FOLDER]), int(os.environ[STEPS]), loop))
-    _recorder[0].add(models)
+    new = [model for model in models if all(model is not known for known in _recorder[0].models)]
+    if new:  # a model that changes its plan is recorded already
+        _recorder[0].add(new)
 
 
 def arrived(rows: Rows, batch: Any) -> None:
