@@ -31,13 +31,11 @@ from distributedtorch.data.folds import folds
 from distributedtorch.decide import EarlyStop, all, any
 from distributedtorch.distribute import distribute
 from distributedtorch.evaluation import accuracy, evaluate, scores
+from distributedtorch.facade import DistributedPyTorch
 from distributedtorch.launch.start import prepare as _prepare
 from distributedtorch.saving import load, save
 from distributedtorch.schedule import schedule
 from distributedtorch.score.compare import compare
-from distributedtorch.facade import DistributedPyTorch
-from distributedtorch.launch.start import prepare as _prepare
-from distributedtorch.saving import load, save
 from distributedtorch.strategy import Strategy
 from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, stats, total, weight, world
 from distributedtorch.verify.measure import verify
