@@ -152,7 +152,11 @@ def main() -> None:
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(given.ranks), __file__, "--inside"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     out = subprocess.run(
-        [*command, "--rounds", str(given.rounds), "--group", given.group], env=environ, stdout=subprocess.PIPE, text=True, check=True
+        [*command, "--rounds", str(given.rounds), "--group", given.group],
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     ).stdout
     seconds = json.loads(next(line for line in out.splitlines() if line.startswith("RESULT "))[7:])
     table = {}

@@ -13,6 +13,8 @@ from distributedtorch.core.world import World, here
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream, serve_all_loaders
+from distributedtorch.launch.adopt import check as check_group
+from distributedtorch.launch.adopt import unwrapped
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import join_world
 from distributedtorch.launch.supervise import restart
@@ -40,8 +42,12 @@ def distribute(*objects: Any, plan: str | Plan | None = None, workers: int | Non
     """
     effective, origin = resolve(*sources(os.environ), plan)
     effective = verify_record.plan_here(effective)
+    place = find()
+    if not here().joined or here().size == 1:
+        check_group(place)
     _start(verify_record.workers_here(workers), effective)
     world = here()
+    objects = tuple(unwrapped(thing, place) for thing in objects)
     effective.check(world.size, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size)

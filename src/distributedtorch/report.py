@@ -11,6 +11,8 @@ import torch.distributed as dist
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.world import World, accelerator
 from distributedtorch.data.loader import Loader
+from distributedtorch.launch.place import find
+from distributedtorch.launch.start import log_folder
 
 
 def line(
@@ -39,7 +41,7 @@ def parts(
         said.append(f"{dist.get_backend()} on {accelerator()}")
         divided = " (cores divided by workers)" if os.environ.get("DISTRIBUTEDTORCH_THREADS") == "divided" else ""
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
-        folder = os.environ.get("DISTRIBUTEDTORCH_RUN")
+        folder = log_folder(find())
         said += [f"other ranks' output in {os.path.relpath(folder)}"] if folder else []
     return said
 
@@ -47,8 +49,8 @@ def parts(
 def _workers(world: World, workers: int | None) -> str:
     if world.size == 1:
         return "1 process"
-    source = "command line" if os.environ.get("DISTRIBUTEDTORCH_RUN") else "torchrun"
-    source = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", source)
+    launcher = find().launcher
+    source = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", "command line" if launcher == "dtorch" else launcher)
     asked = "" if workers is None or workers == world.size else f", not {workers} as in the call"
     return f"{world.size} workers ({source}{asked})"
 

@@ -155,7 +155,7 @@ class Pull:
             return
 
     def _mind(self, peer: int, count: int) -> None:
-        """A rank has left after `count` exchanges: where this one waits in a later one, let that rank go and be named."""
+        """A rank has left after `count` exchanges: where this one waits in a later one, that rank is named."""
         while True:
             waiting = self.comm.waiting
             if waiting and self.comm.count > count and time.monotonic() - waiting[1] > _SECONDS_TO_BE_SURE:
