@@ -20,10 +20,11 @@ from distributedtorch.core.errors import (
     LaunchError,
     PeerError,
     PlanError,
+    RankError,
     UsageError,
 )
 from distributedtorch.core.plan import Plan
-from distributedtorch.distribute import distribute
+from distributedtorch.distribute import distribute, launch
 from distributedtorch.launch.start import prepare as _prepare
 from distributedtorch.saving import load, save
 from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, stats, total, weight, world
@@ -38,11 +39,13 @@ __all__ = [
     "PeerError",
     "Plan",
     "PlanError",
+    "RankError",
     "UsageError",
     "barrier",
     "device",
     "distribute",
     "is_main",
+    "launch",
     "load",
     "main_first",
     "mean",

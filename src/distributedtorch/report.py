@@ -14,6 +14,8 @@ from distributedtorch.data.loader import Loader
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import log_folder
 
+_THREADS = {"divided": " (cores divided by workers)", "forked": " (a forked process can have no more)"}
+
 
 def line(
     plan: Plan,
@@ -39,7 +41,7 @@ def parts(
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
     if world.size > 1:
         said.append(f"{dist.get_backend()} on {accelerator()}")
-        divided = " (cores divided by workers)" if os.environ.get("DISTRIBUTEDTORCH_THREADS") == "divided" else ""
+        divided = _THREADS.get(os.environ.get("DISTRIBUTEDTORCH_THREADS", ""), "")
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
         folder = log_folder(find())
         said += [f"other ranks' output in {os.path.relpath(folder)}"] if folder else []
@@ -56,4 +58,7 @@ def _workers(world: World, workers: int | None) -> str:
 
 
 def _words(plan: Plan, origin: dict[str, str]) -> str:
-    return ", ".join(f"{word} ({origin.get(word.name, 'default')})" for word in plan.words) or "ddp (default)"
+    starter = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", "")
+    from_ = {"command line": starter} if starter == "dt.launch" else {}
+    sources = {name: from_.get(source, source) for name, source in origin.items()}
+    return ", ".join(f"{word} ({sources.get(word.name, 'default')})" for word in plan.words) or "ddp (default)"
