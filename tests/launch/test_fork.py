@@ -163,6 +163,11 @@ def test_what_cannot_be_forked_is_refused(monkeypatch):
         patch.setattr("torch.cuda.is_initialized", lambda: True)
         refused("after CUDA was initialised")
     with monkeypatch.context() as patch:
+        patch.setattr("torch.backends.cuda.is_built", lambda: True)
+        assert dt.launch(dt.world, workers=1) == 1
+        patch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
+        refused("PYTORCH_NVML_BASED_CUDA_CHECK")
+    with monkeypatch.context() as patch:
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
             patch.setenv(name, value)
         refused(r"in rank 0 of 2 \(torchrun\)")

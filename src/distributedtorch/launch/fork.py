@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -115,6 +115,27 @@ def refuse(workers: int) -> None:
     for wrong, given, needed, do in faults:
         if wrong:
             raise LaunchError(explain(given, needed, do))
+    if torch.backends.cuda.is_built() and _is_cuda_lost():
+        given = "dt.launch after torch.cuda.is_available() or the like, which already opens CUDA's driver"
+        do = "restart the kernel and ask inside the function, or set PYTORCH_NVML_BASED_CUDA_CHECK=1 before that"
+        raise LaunchError(explain(given, "a process that has not used the GPU: CUDA cannot be forked", do))
+
+
+def _is_cuda_lost() -> bool:
+    """Whether CUDA would refuse to work in a forked process: only a forked process can tell."""
+    with _quiet_fork():
+        pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+@contextlib.contextmanager
+def _quiet_fork() -> Iterator[None]:
+    """Python warns of threads that a fork leaves behind; what that costs is dealt with in `_become`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+        yield
 
 
 class _Forked:
@@ -135,8 +156,7 @@ def _fork(rank: int, environ: Mapping[str, str], task: Task, echoes: list[_Echo]
         _work(task)
 
     process = multiprocessing.get_context("fork").Process(target=target, name=f"rank {rank}")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+    with _quiet_fork():
         process.start()
     forked = _Forked(process)
     log = task.folder / f"rank{rank}.log" if rank else None
