@@ -75,21 +75,17 @@ def test_the_variables_of_srun_lead_to_the_same_weights(one_process, tmp_path):
 
 @needs_mpirun
 @pytest.mark.parametrize(
-    ("fault", "words", "seconds"),
+    ("fault", "words"),
     [
-        (
-            "raise-lingering",
-            "rank 1 of 2 on .* failed: ValueError: a bad sample at .* in explode\\(\\) \\(step 5\\)",
-            10,
-        ),
-        ("exit", "rank 1 of 2 on .* ends with code 3 at .* in fault\\(\\)", 5),
+        ("raise-lingering", r"failed: ValueError: a bad sample at .* in explode\(\) \(step 5\)"),
+        ("exit", r"ends with code 3 at .* in fault\(\)"),
     ],
 )
-def test_a_failing_rank_ends_all_under_mpirun(start, fault, words, seconds):
+def test_a_failing_rank_ends_all_under_mpirun(start, fault, words):
     run = start("-c", f"import os; os.execvp('mpirun', {[*MPIRUN, sys.executable, str(JOB), fault, '1']!r})")
     assert run.end() != 0
-    assert run.seconds_since_fault() < seconds
-    assert re.search(words, run.err), run.err
+    assert run.seconds_since_fault() < 10  # 3 s of ours for a thread that lingers, the rest is mpirun's
+    assert re.search(f"rank 1 of 2 on .* {words}", run.err), run.err
     assert "rank 0 of 2 on" not in run.err or "ended because another rank did" in run.err
     assert run.gone_within(1)
 
