@@ -174,10 +174,10 @@ for x, y in loader:
         workers=2,
     ),
     Bad(
-        "own process group",
-        "torch.distributed.init_process_group('gloo', init_method='file:///tmp/' + os.environ['UNIQUE'], rank=rank, "
-        "world_size=2)\ndt.distribute(model)",
-        ("initialised already", "remove init_process_group"),
+        "a process group of its own that is not the world",
+        "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
+        "dt.distribute(model)",
+        ("initialised as rank 0 of 1", "remove init_process_group"),
         workers=2,
     ),
     Bad("never distributed", "import torch\nprint('hello')", ("never call", "dt.distribute"), workers=2, head=False),

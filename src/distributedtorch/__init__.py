@@ -24,12 +24,13 @@ from distributedtorch.core.errors import (
     LaunchError,
     PeerError,
     PlanError,
+    RankError,
     UsageError,
 )
 from distributedtorch.core.plan import Plan
 from distributedtorch.data.folds import folds
 from distributedtorch.decide import EarlyStop, all, any
-from distributedtorch.distribute import distribute
+from distributedtorch.distribute import distribute, launch
 from distributedtorch.evaluation import accuracy, evaluate, scores
 from distributedtorch.facade import DistributedPyTorch
 from distributedtorch.launch.start import prepare as _prepare
@@ -51,6 +52,7 @@ __all__ = [
     "PeerError",
     "Plan",
     "PlanError",
+    "RankError",
     "Strategy",
     "UsageError",
     "accuracy",
@@ -63,6 +65,7 @@ __all__ = [
     "evaluate",
     "folds",
     "is_main",
+    "launch",
     "load",
     "main_first",
     "mean",

@@ -14,6 +14,9 @@ from distributedtorch.core.world import World, here
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream, serve_all_loaders
+from distributedtorch.launch import fork
+from distributedtorch.launch.adopt import check as check_group
+from distributedtorch.launch.adopt import unwrapped
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import join_world
 from distributedtorch.launch.supervise import restart
@@ -50,8 +53,12 @@ def distribute(
     """
     effective, origin = resolve(*sources(os.environ), plan)
     effective = verify_record.plan_here(effective)
+    place = find()
+    if not here().joined or here().size == 1:
+        check_group(place)
     _start(verify_record.workers_here(workers), effective)
     world = here()
+    objects = tuple(unwrapped(thing, place) for thing in objects)
     effective.check(world.size, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size)
@@ -67,6 +74,37 @@ def distribute(
     report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
     _remember(effective, given)
     return result
+
+
+def launch(function: Callable[..., Any], *args: Any, workers: int, plan: str | Plan | None = None) -> Any:
+    """Run `function(*args)` in `workers` processes, for notebooks and interactive Python (a script needs none of it).
+
+    The present process is forked, so the function sees everything defined so far, and what it changes stays in its
+    own process: train inside it, and return what is to be kept. It calls `dt.distribute` without `workers`. Linux
+    only; before CUDA is used. Every rank computes on one thread.
+
+    Args:
+        function: What every rank runs.
+        *args: Its arguments.
+        workers: How many processes.
+        plan: As in `dt.distribute`; goes before the plan given there.
+
+    Returns:
+        What rank 0 returned, where that is plain data: None, numbers, text, tensors (on the CPU), and lists, tuples
+        and dicts of these. For anything else None, and a line that says so.
+
+    Raises:
+        RankError: A rank failed: the first one, with its traceback. The others have been ended.
+        LaunchError: Nothing was started.
+        PlanError: The plan cannot be read or does not fit.
+    """
+    if RUN.plan is not None:
+        do = "restart the kernel, and call dt.distribute only inside the function"
+        raise LaunchError(explain("dt.launch after dt.distribute in this process", "a process without a run", do))
+    fork.refuse(workers)
+    if plan is not None:
+        Plan.of(plan).check(workers)
+    return fork.launch(function, args, workers=workers, plan=None if plan is None else str(plan))
 
 
 def release() -> None:

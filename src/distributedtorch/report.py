@@ -11,6 +11,10 @@ import torch.distributed as dist
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.world import World, accelerator
 from distributedtorch.data.loader import Loader
+from distributedtorch.launch.place import find
+from distributedtorch.launch.start import log_folder
+
+_THREADS = {"divided": " (cores divided by workers)", "forked": " (a forked process can have no more)"}
 
 
 def line(
@@ -43,9 +47,9 @@ def parts(
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
     if world.size > 1:
         said.append(f"{dist.get_backend()} on {accelerator()}")
-        divided = " (cores divided by workers)" if os.environ.get("DISTRIBUTEDTORCH_THREADS") == "divided" else ""
+        divided = _THREADS.get(os.environ.get("DISTRIBUTEDTORCH_THREADS", ""), "")
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
-        folder = os.environ.get("DISTRIBUTEDTORCH_RUN")
+        folder = log_folder(find())
         said += [f"other ranks' output in {os.path.relpath(folder)}"] if folder else []
     return said
 
@@ -53,11 +57,14 @@ def parts(
 def _workers(world: World, workers: int | None) -> str:
     if world.size == 1:
         return "1 process"
-    source = "command line" if os.environ.get("DISTRIBUTEDTORCH_RUN") else "torchrun"
-    source = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", source)
+    launcher = find().launcher
+    source = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", "command line" if launcher == "dtorch" else launcher)
     asked = "" if workers is None or workers == world.size else f", not {workers} as in the call"
     return f"{world.size} workers ({source}{asked})"
 
 
 def _words(plan: Plan, origin: dict[str, str]) -> str:
-    return ", ".join(f"{word} ({origin.get(word.name, 'default')})" for word in plan.words) or "ddp (default)"
+    starter = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", "")
+    from_ = {"command line": starter} if starter == "dt.launch" else {}
+    sources = {name: from_.get(source, source) for name, source in origin.items()}
+    return ", ".join(f"{word} ({sources.get(word.name, 'default')})" for word in plan.words) or "ddp (default)"

@@ -56,15 +56,6 @@ def test_a_number_given_twice_is_found_on_both_sides(store):
     assert first.returncode == 1
 
 
-def test_a_group_that_is_there_already_is_refused(store):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(LaunchError, match="remove init_process_group"):
-            join.join(rank_0_of_2(), device_type="cpu")
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("options", [["--standalone"], ["--master-addr", "127.0.0.1", "--master-port", "0"]])
 def test_torchruns_world_is_joined(start, options):
     if "0" in options:

@@ -31,6 +31,17 @@ class PeerError(DistributedTorchError):
     """Another rank ended or failed. Never the first cause: the supervisor looks further for that."""
 
 
+class RankError(DistributedTorchError):
+    """A rank that `dt.launch` started has failed; the text has its traceback."""
+
+    def __init__(self, text: str, *, rank: int, kind: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+        """The rank that failed first."""
+        self.kind = kind
+        """The name of its error's class; empty where it was killed or exited."""
+
+
 def explain(given: str, needed: str, do: str) -> str:
     """One message in the library's three parts."""
     return f"{given}\n  needed: {needed}\n  do: {do}"

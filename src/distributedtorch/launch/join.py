@@ -1,7 +1,8 @@
 """Joining the world that was started: one store, one process group, and words for whoever is missing or double.
 
-Under `dtorch` the supervisor hosts the store on loopback; under torchrun its own store is used. Every rank adds one to
-its key before the group is made, so a number given twice is found at once, and a missing rank is named.
+Under `dtorch` the supervisor hosts the store on loopback; under torchrun its own store is used; under mpirun and srun
+rank 0 hosts it (`address`). Every rank adds one to its key before the group is made, so a number given twice is found
+at once, and a missing rank is named. A group that the script has made itself is used instead (`adopt`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from distributedtorch.core.errors import LaunchError, explain
-from distributedtorch.launch import record
+from distributedtorch.launch import address as addresses
+from distributedtorch.launch import adopt, record
+from distributedtorch.launch import port as ports
 from distributedtorch.launch.place import Place
 
 _SECONDS_BETWEEN_LOOKS = 0.02
@@ -32,24 +35,29 @@ def join(place: Place, *, device_type: str, timeout_seconds: float = 1800) -> St
     """Make this process a member of its world, and give the store the members share.
 
     Args:
-        place: Where this process stands; started by `dtorch` or torchrun.
+        place: Where this process stands; not alone.
         device_type: Where the model lives, "cpu" or "cuda".
         timeout_seconds: How long to wait for the other ranks, and for any one exchange later.
 
     Raises:
-        LaunchError: torch.distributed is in use already, a rank is missing, or two processes have one number.
+        LaunchError: The script's own group does not fit, a rank is missing, or two processes have one number.
     """
     assert place.launcher != "none", "one process joins nothing"
     record.install(place)
     if dist.is_initialized():
-        given = "torch.distributed is initialised already"
-        do = "remove init_process_group and the DDP or FSDP wrapper: dt.distribute does both"
-        raise LaunchError(explain(given, "dt.distribute to do it", do))
+        store = adopt.adopt(place)
+        _adopted.append(True)
+        record.joined(place)
+        atexit.register(_leave)
+        return store
     record.joined(place)
     if place.launcher == "torchrun":
         _join_torchrun(place, timeout_seconds)
-    store = client(timeout_seconds)
+    elif place.launcher in ("mpirun", "srun"):
+        _host(place, timeout_seconds)
+    store = client(timeout_seconds, patience_seconds=60 if place.launcher == "dtorch" else timeout_seconds)
     _meet(place, store, timeout_seconds)
+    addresses.forget(place)
     timeout = timedelta(seconds=timeout_seconds)
     backend = _backend(place, device_type)
     dist.init_process_group(
@@ -59,14 +67,18 @@ def join(place: Place, *, device_type: str, timeout_seconds: float = 1800) -> St
     return store
 
 
-def client(timeout_seconds: float = 60) -> Store:
+def client(timeout_seconds: float = 60, patience_seconds: float = 60) -> Store:
     """A connection of its own to the store `join` gave, for a second thread: one connection serves one caller."""
+    if _adopted:
+        return adopt.client()
     address, port = _address()
+    patience = timedelta(seconds=min(timeout_seconds, patience_seconds))
     try:
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=min(timeout_seconds, 60)))
+        store = TCPStore(address, port, is_master=False, timeout=patience)
     except RuntimeError as error:
         given = f"the store at {address}:{port} (MASTER_ADDR, MASTER_PORT) cannot be reached"
-        raise LaunchError(explain(given, "a running starter", "start again by dtorch run or torchrun")) from error
+        do = "look at the output of rank 0; start again by dtorch run, torchrun, mpirun or srun"
+        raise LaunchError(explain(given, "a running starter", do)) from error
     store.set_timeout(timedelta(seconds=timeout_seconds))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # each restart of torchrun's has keys of its own
     return PrefixStore(f"distributedtorch/{attempt}", store)
@@ -90,6 +102,17 @@ def _join_torchrun(place: Place, timeout_seconds: float) -> None:
         raise LaunchError(explain(given, "every rank to start", "look at the output of the failed ranks")) from error
     _hosted.append(store)
 
+
+def _host(place: Place, timeout_seconds: float) -> None:
+    """Under mpirun and srun: find out where to meet, and host the store there on rank 0."""
+    listener = addresses.settle(place, timeout_seconds)
+    if listener is not None:
+        atexit.register(addresses.forget, place)
+        _hosted.append(ports.host(listener))
+
+
+_adopted: list[bool] = []
+"""Not empty: the group is the script's own."""
 
 _hosted: list[Store] = []
 """Kept alive for the life of the process: where rank 0 hosts the store, this object is the host."""

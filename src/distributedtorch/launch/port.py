@@ -1,4 +1,4 @@
-"""The loopback socket the ranks meet at: bound before anything starts, so that a port in use is refused in words."""
+"""The socket the ranks meet at: one address, never all; bound before anything starts, so that a refusal is in words."""
 
 from __future__ import annotations
 
@@ -7,26 +7,41 @@ import errno
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distributedtorch.core.errors import LaunchError, explain
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _BACKLOG = 1024
 
 
-def listen(port: int | None) -> socket.socket:
-    """A socket that listens on 127.0.0.1 only, at `port` or a free one."""
+def listen(port: int | None, address: str = "127.0.0.1") -> socket.socket:
+    """A socket that listens on one address only, at `port` or a free one."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", port or 0))
+        listener.bind((address, port or 0))
         listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise LaunchError(_refusal(port or 0, error)) from None
+        raise LaunchError(_refusal(port or 0, error, address)) from None
     return listener
 
 
-def _refusal(port: int, error: OSError | OverflowError) -> str:
+def host(listener: socket.socket) -> Store:
+    """The store of a run, on a listening socket that is already bound to one address."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address, number = listener.getsockname()
+    return TCPStore(address, number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _refusal(port: int, error: OSError | OverflowError, address: str) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+        do = "set MASTER_ADDR to an address of the host that rank 0 runs on"
+        return explain(f"{address} is no address of this host ({socket.gethostname()})", "rank 0's own address", do)
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         pid = owner(port)
         by = f"by process {pid} ({_name(pid)})" if pid else "by a process of another user"

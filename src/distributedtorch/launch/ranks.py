@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 _SHIM = """
 import ctypes, os, signal, sys
@@ -29,12 +30,20 @@ except OSError as error:
 """
 
 
+class Process(Protocol):
+    """What is asked of a started process."""
+
+    @property
+    def pid(self) -> int: ...
+    def wait(self) -> object: ...
+
+
 @dataclass
 class Rank:
     """One started process."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: Process
     pidfd: int
     """Becomes readable when the process ends."""
     log: Path | None

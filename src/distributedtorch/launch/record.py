@@ -4,6 +4,9 @@ Each rank of a `dtorch` run writes `end.<rank>.json` (mode 0600, put in place by
 exited or ended, the error, the last lines of its traceback, the user's line, the step, the monotonic time, and whether
 the error is only the consequence of another rank's end. Through the fifo `news` in the same folder it tells the
 supervisor at once, even when the process itself takes long to leave.
+
+Under mpirun and srun there is no supervisor of ours: they end the others when one process ends with an error. There a
+rank prints its error under its number, a mere consequence as one line, and is gone 3 s later whatever still runs in it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import contextlib
 import json
 import mmap
 import os
+import socket
 import sys
 import threading
 import time
@@ -30,6 +34,7 @@ from distributedtorch.launch.place import Place
 NEWS = "news"
 """Name of the fifo on which ranks speak to the supervisor: lines `raised <rank>` and `say <text>`."""
 
+_SECONDS_TO_LEAVE = 3.0
 _MAX_LINES = 30
 _MAX_BYTES = 1 << 20
 _LOST = (
@@ -96,10 +101,15 @@ def failed() -> bool:
 
 
 def install(place: Place) -> None:
-    """Have this process leave its record when it ends. Once is enough; nothing without a run folder."""
-    if place.run_folder is None or _here.place is not None:
+    """Have this process leave its record when it ends, or its words where nobody collects records. Once is enough."""
+    if _here.place is not None or place.launcher in ("none", "torchrun"):
         return
     _here.place, _here.pid = place, os.getpid()
+    if place.run_folder is None:
+        sys.excepthook = _hook_alone(sys.excepthook, place)
+        sys.exit = _exit(sys.exit)
+        atexit.register(_say_exit, place)
+        return
     with contextlib.suppress(OSError):
         _here.seen = _shared_step(place.run_folder / f"step.{place.rank}")
     sys.excepthook = _hook(sys.excepthook, place.rank)
@@ -184,7 +194,7 @@ def _hook(previous: Callable[..., Any], rank: int) -> Callable[..., None]:
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _raised(error)
+        raised(error)
         if rank == 0 and is_consequence(error):
             line = where.of_traceback(trace)
             print(f"rank 0 ended because another rank did: {kind.__name__} at {line}", file=sys.stderr, flush=True)
@@ -194,7 +204,37 @@ def _hook(previous: Callable[..., Any], rank: int) -> Callable[..., None]:
     return hook
 
 
-def _raised(error: BaseException) -> None:
+def _hook_alone(previous: Callable[..., Any], place: Place) -> Callable[..., None]:
+    """An excepthook for a rank without a supervisor: who failed and where, then the way out."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _here.failed = True
+        named = _named(place)
+        said = f"{kind.__name__}: {error} at {where.of_traceback(trace)} (step {_here.step})"
+        if is_consequence(error):
+            print(f"distributedtorch: {named} ended because another rank did: {said}", file=sys.stderr, flush=True)
+        else:
+            print(f"distributedtorch: {named} failed: {said}", file=sys.stderr, flush=True)
+            previous(kind, error, trace)
+        late = threading.Timer(_SECONDS_TO_LEAVE, os._exit, (1,))  # a thread that lingers must not keep all others
+        late.daemon = True
+        late.start()
+
+    return hook
+
+
+def _say_exit(place: Place) -> None:
+    code, line = _here.exit or (0, "")
+    if code and not _here.failed and os.getpid() == _here.pid:
+        print(f"distributedtorch: {_named(place)} ends with code {code} at {line}", file=sys.stderr, flush=True)
+
+
+def _named(place: Place) -> str:
+    return f"rank {place.rank} of {place.world} on {socket.gethostname()}"
+
+
+def raised(error: BaseException) -> None:
+    """An error has come to the top of this rank: write the record and tell the supervisor."""
     _here.failed = True
     culprit = _culprit(error)
     _write(
@@ -224,7 +264,7 @@ def _exit(previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
 def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException) and not _here.written:
-        _raised(error)  # another excepthook took the place of ours
+        raised(error)  # another excepthook took the place of ours
     code, line = _here.exit or (0, "")
     _write("exit" if code else "ended", code=code, where=line)
 

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from distributedtorch.core import where
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.step import Loop
 from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
-from distributedtorch.launch import record
+from distributedtorch.launch import adopt, record
 from distributedtorch.launch.join import client, join
 from distributedtorch.launch.place import Place, find
 
@@ -36,14 +37,36 @@ def prepare() -> Place:
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(place.local_rank % torch.accelerator.device_count())
     record.install(place)
-    if place.launcher == "torchrun" and place.rank > 0:
+    if place.launcher != "dtorch" and place.rank > 0:
         _to_log(place)
+    if place.launcher in ("mpirun", "srun"):
+        _share_cores(place)
     return place
 
 
+def log_folder(place: Place) -> Path | None:
+    """Where the output of ranks above 0 goes; None for one process."""
+    if place.launcher == "none":
+        return None
+    torchrun = f"torchrun-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ.get('MASTER_PORT')}"
+    return place.run_folder or Path(".dtorch") / (place.job or torchrun)
+
+
+def _share_cores(place: Place) -> None:
+    """Divide the cores by the ranks of this host, unless the user or the starter's binding gives fewer."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    given = os.environ.get("SLURM_CPUS_ON_NODE", "") if place.launcher == "srun" else ""
+    cores = int(given) if given.isdecimal() else os.cpu_count() or 1
+    threads = max(1, min(cores // place.local_world, len(os.sched_getaffinity(0))))
+    os.environ["OMP_NUM_THREADS"], os.environ["DISTRIBUTEDTORCH_THREADS"] = str(threads), "divided"
+    torch.set_num_threads(threads)
+
+
 def _to_log(place: Place) -> None:
-    """Under torchrun: standard output of ranks above 0 goes to a file; errors stay where torchrun shows them."""
-    folder = Path(".dtorch") / f"torchrun-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ['MASTER_PORT']}"
+    """Without a supervisor: standard output of ranks above 0 goes to a file; errors stay where they are shown."""
+    folder = log_folder(place)
+    assert folder is not None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = os.open(folder / f"rank{place.rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     sys.stdout.flush()
@@ -57,6 +80,8 @@ def join_world() -> World:
     if world.joined:
         return world
     place = find()
+    if dist.is_initialized():
+        adopt.before_destroy(_before_leaving)
     join(place, device_type=accelerator())
     world.comm = Comm(place.rank, place.world)
     world.loop = Loop(world.comm)
@@ -70,9 +95,9 @@ def join_world() -> World:
 
 def _before_leaving() -> None:
     """Runs before the exchange, the watch and the group are closed: it was registered after them."""
-    if not record.failed():
-        for act in BEFORE_LEAVING:
-            act()
+    if not record.failed() and dist.is_initialized():  # a script may have ended its own group already
+        while BEFORE_LEAVING:
+            BEFORE_LEAVING.pop(0)()
 
 
 def _status(world: World) -> watch.Status:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.launch import port as ports
@@ -29,9 +29,6 @@ from distributedtorch.launch import ranks as processes
 from distributedtorch.launch import record, verdict
 from distributedtorch.launch import script as scripts
 from distributedtorch.launch.ranks import Rank
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SECONDS_TO_END, _SECONDS_TO_KILL = 1.5, 3.0
@@ -60,19 +57,19 @@ def supervise(
         scripts.check(script, workers)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(ports.listen(port))
-        folder = _run_folder()
-        job = stack.enter_context(_supervised(folder))
+        folder = run_folder()
+        job = stack.enter_context(supervised(folder))
         number = listener.getsockname()[1]
         for rank in range(workers):
             environ = processes.environment(rank, workers, number, folder, plan)
             job.add(processes.start(rank, command, environ, folder))
-        store = _host(listener)  # after the start: ranks import torch meanwhile, and connect when this is ready
+        store = ports.host(listener)  # after the start: ranks import torch meanwhile, and connect when this is ready
         job.wait()
         del store
     return _conclude(job, workers)
 
 
-class _Job:
+class Job:
     """The ranks of one run, and what is to be done about them next."""
 
     def __init__(self, folder: Path, selector: selectors.BaseSelector) -> None:
@@ -144,7 +141,7 @@ class _Job:
                 rank.send(number)
 
 
-def _conclude(job: _Job, workers: int) -> int:
+def _conclude(job: Job, workers: int) -> int:
     """Print what there is to say, tidy the run folder, and give the exit code."""
     if job.signal is not None:
         _print(f"dtorch: ended by {signal.Signals(job.signal).name}; logs: {job.folder}")
@@ -156,14 +153,19 @@ def _conclude(job: _Job, workers: int) -> int:
         found = verdict.judge(job.ranks, job.folder)
         _print(verdict.headline(found, job.folder))
         return found.code
+    tidy(job)
+    return 0
+
+
+def tidy(job: Job) -> None:
+    """After a good end: remove the run folder where no rank has written anything into its log."""
     if all(rank.log is None or rank.log.stat().st_size == 0 for rank in job.ranks):
         shutil.rmtree(job.folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             job.folder.parent.rmdir()
-    return 0
 
 
-def _unjoined(job: _Job, workers: int) -> str:
+def _unjoined(job: Job, workers: int) -> str:
     took_part = [rank.number for rank in job.ranks if job.has_joined(rank)]
     if not took_part:
         return scripts.unjoined(workers)
@@ -174,7 +176,7 @@ def _unjoined(job: _Job, workers: int) -> str:
     )
 
 
-def _run_folder() -> Path:
+def run_folder() -> Path:
     """`.dtorch/<UTC time>-<pid>` under the working folder, for this user only."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     folder = Path.cwd() / ".dtorch" / f"{now}-{os.getpid()}"
@@ -189,19 +191,11 @@ def _run_folder() -> Path:
     return folder
 
 
-def _host(listener: socket.socket) -> Store:
-    """The store of the run, on the listening socket that is already bound to loopback."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    number = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 @contextlib.contextmanager
-def _supervised(folder: Path) -> Iterator[_Job]:
+def supervised(folder: Path) -> Iterator[Job]:
     """A job with ears for signals and for its ranks; whatever happens, nothing of it is left running."""
     with selectors.DefaultSelector() as selector:
-        job = _Job(folder, selector)
+        job = Job(folder, selector)
         with _signals(selector, job.interrupt), _news(selector, folder, job.hear):
             try:
                 yield job

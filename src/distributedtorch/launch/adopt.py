@@ -1,0 +1,88 @@
+"""A process group that the script made itself: used as it is where it is the whole world and has gloo for the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.nn.parallel import DistributedDataParallel
+
+from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.launch.place import Place
+
+_REMOVE = "remove init_process_group: dt.distribute makes its own group"
+
+
+def check(place: Place) -> None:
+    """Refuse a group of the script's own that is not this process's world.
+
+    Raises:
+        LaunchError: Its size, this process's number in it or its back end does not fit, or there are two groups.
+    """
+    if not dist.is_initialized():
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (place.rank, place.world):
+        given = (
+            f"torch.distributed is initialised as rank {rank} of {size}, "
+            f"but the starter ({place.launcher}) says rank {place.rank} of {place.world}"
+        )
+        do = f"start {size} processes by torchrun, dtorch run, mpirun or srun; or {_REMOVE}"
+        raise LaunchError(explain(given, "one group of all processes", do))
+    if size == 1:
+        return
+    if len(_world.pg_map) > 1:
+        given = f"torch.distributed has {len(_world.pg_map)} process groups already"
+        raise LaunchError(explain(given, "the one group of all processes", f"make new_group later, or {_REMOVE}"))
+    if "cpu:gloo" not in (backends := dist.get_backend_config()):
+        given = f"torch.distributed is initialised with {backends}"
+        do = f'init_process_group("cpu:gloo,cuda:nccl"), or "gloo" on the CPU; or {_REMOVE}'
+        raise LaunchError(explain(given, "gloo for CPU tensors", do))
+
+
+def adopt(place: Place) -> Store:
+    """Take the script's own group for the world, and give the store it was made with."""
+    check(place)
+    if place.rank == 0:
+        backends = dist.get_backend_config()
+        print(
+            f"distributedtorch: the script's own process group is used ({place.world} ranks, {backends})",
+            file=sys.stderr,
+        )
+    return client()
+
+
+def client() -> Store:
+    """A connection of its own to the store of the script's group."""
+    return PrefixStore("distributedtorch", _get_default_store().clone())  # type: ignore[attr-defined]
+
+
+def before_destroy(act: Callable[[], None]) -> None:
+    """Have something done before the script ends its own group: the other ranks may still need this one."""
+    destroy = dist.destroy_process_group
+
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if group in (None, dist.group.WORLD) and dist.is_initialized():
+            act()
+        destroy(group)
+
+    dist.destroy_process_group = destroy_process_group
+
+
+def unwrapped(thing: object, place: Place) -> object:
+    """The model inside DistributedDataParallel, which is told to let go of its gradients; anything else as it is."""
+    if not isinstance(thing, DistributedDataParallel):
+        return thing
+    model: nn.Module = thing.module
+    thing._remove_autograd_hooks()
+    if place.rank == 0:
+        print(
+            f"distributedtorch: DistributedDataParallel is taken off {type(model).__name__}: go on with the model that "
+            'dt.distribute returns (its names have no "module.")',
+            file=sys.stderr,
+        )
+    return model

@@ -1,0 +1,73 @@
+"""A process group of the script's own: adopted only where it is the whole world and has gloo for the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distributedtorch as dt
+from distributedtorch.core.errors import LaunchError
+from distributedtorch.launch import adopt
+from distributedtorch.launch.place import Place
+
+
+@pytest.fixture
+def group():
+    """A group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def place(rank=0, world=2):
+    return Place(rank=rank, world=world, local_rank=rank, local_world=world, launcher="torchrun", run_folder=None)
+
+
+def refused(here, words):
+    with pytest.raises(LaunchError, match=words) as error:
+        adopt.check(here)
+    assert "needed: " in str(error.value) and "do: " in str(error.value)
+
+
+def test_another_world_than_the_starters_is_refused(group):
+    refused(place(), r"initialised as rank 0 of 1, but the starter \(torchrun\) says rank 0 of 2")
+
+
+def test_a_world_without_a_starter_is_refused_by_the_call(group, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(LaunchError, match=r"rank 0 of 2, but the starter \(none\) says rank 0 of 1"):
+        dt.distribute(nn.Linear(1, 1))
+
+
+def test_two_groups_are_refused(group, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    adopt.check(place())
+    dist.new_group([0])
+    refused(place(), "torch.distributed has 2 process groups already")
+
+
+def test_a_group_without_gloo_is_refused(group, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    refused(place(), "initialised with cuda:nccl")
+
+
+def test_what_must_happen_before_the_group_ends_does(group, monkeypatch):
+    monkeypatch.setattr(dist, "destroy_process_group", dist.destroy_process_group)
+    seen = []
+    adopt.before_destroy(lambda: seen.append(dist.is_initialized()))
+    dist.destroy_process_group()
+    assert seen == [True]
+
+
+def test_the_model_comes_out_of_its_wrapper_without_its_hooks(group, capsys):
+    inner = nn.Linear(2, 1)
+    wrapper = nn.parallel.DistributedDataParallel(inner)
+    assert adopt.unwrapped(wrapper, place()) is inner
+    assert "DistributedDataParallel is taken off Linear" in capsys.readouterr().err
+    inner(torch.ones(1, 2)).sum().backward()
+    assert inner.weight.grad is not None
+    assert adopt.unwrapped(inner, place()) is inner
