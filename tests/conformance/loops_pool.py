@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,16 @@ def state(result: Any) -> dict[str, torch.Tensor]:
 
 
 def main(done: Path, names: list[str]) -> None:
+    """Run the loops named, or all; a first name such as `plans=ddp,zero3` says under which plans."""
+    plans: Sequence[str] = PLANS
+    if names and names[0].startswith("plans="):
+        plans, names = names[0].removeprefix("plans=").split(","), names[1:]
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     for name in names or LOOPS:
         torch.manual_seed(1)
         truth = state(LOOPS[name](lambda *objects: objects))
-        for plan in PLANS:
+        for plan in plans:
             torch.manual_seed(1)
             sent = {k: t.count for k, t in here().comm.traffic.items()}
             found = state(LOOPS[name](lambda *objects, plan=plan: dt.distribute(*objects, plan=plan)))
