@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from distributedtorch.core.blocks import blocks_of
@@ -19,8 +20,9 @@ from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.override import override
 from distributedtorch.core.plan import Plan
+from distributedtorch.core.scale import LossScale
 from distributedtorch.core.step import Member, Sync, Trained
-from distributedtorch.core.world import World
+from distributedtorch.core.world import World, accelerator
 from distributedtorch.decide import NO_METRIC, Plateau, agreed
 from distributedtorch.launch import record
 from distributedtorch.sync.ddp import Ddp
@@ -60,6 +62,43 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     if state_of is not None:
         world.undo += _whole_state(given, state_of, sync.take_state)  # type: ignore[attr-defined]
         world.undo.append(lambda: _make_plain(sync, state_of))
+
+
+def precision(models: list[nn.Module], dtype: torch.dtype, world: World) -> None:
+    """Compute forwards in `dtype` where that is safe (autocast); parameters, gradients and outputs stay float32."""
+    kind = accelerator()
+
+    def narrow(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(kind, dtype):
+                return tree_map(_widened, forward(*args, **kwargs))
+
+        return cast
+
+    for model in models:
+        wide = [(n, p.dtype) for n, p in model.named_parameters() if p.is_floating_point() and p.dtype != torch.float32]
+        if wide:
+            given = f"parameter {wide[0][0]!r} is {wide[0][1]} under a plan that computes in {dtype}"
+            do = "model.float() before dt.distribute, or leave the word out of the plan"
+            raise UsageError(explain(given, "parameters in torch.float32: they are kept so, and updated so", do))
+        world.undo.append(override(model, "forward", narrow(model.forward)))
+    if dtype == torch.float16 and world.loop.loss_scale is None:
+        world.loop.loss_scale = LossScale(world.comm)
+    scale = torch.amp.GradScaler.scale
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled():
+            return scale(self, *args, **kwargs)
+        do = "take the GradScaler out of the loop (or GradScaler(enabled=False)), or bf16 and fp16 out of the plan"
+        raise UsageError(explain(f"a GradScaler under a plan that computes in {dtype}", "one of the two", do))
+
+    torch.amp.GradScaler.scale = refuse  # type: ignore[method-assign,assignment]
+    world.undo.append(lambda: setattr(torch.amp.GradScaler, "scale", scale))
+
+
+def _widened(value: Any) -> Any:
+    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if narrow else value
 
 
 def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> None:
@@ -110,6 +149,9 @@ def _through(
         loop.before_step(member)
         _refuse_strangers(self, names)
         _refuse_thawed(frozen)
+        if loop.loss_scale is not None and not loop.loss_scale.finite(member.sync.params):
+            loop.stepped(member)
+            return loss
         if clip is not None:
             shown = [p for p in member.sync.params if p.grad is not None]
             torch.nn.utils.clip_grad_norm_(shown, clip)

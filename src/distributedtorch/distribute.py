@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from distributedtorch import attach, filling, inspect, recipes, report, saving
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import LaunchError, explain
@@ -165,11 +167,11 @@ def _attach(
         inspect.same_everywhere(given, list(loaders.values()), plan, comm)
         for model in given.models:
             attach.same_weights(model, comm)
-    if many:
-        for model in given.models:
             world.undo += batchnorm.synchronise(model, loop)
     if plan.recompute:
         world.undo += attach.recompute(given.models)
+    if plan.precision is not None:
+        attach.precision(given.models, _DTYPES[plan.precision], world)
     early = plan.sync != "zero3" or not many
     if early:
         fill(world, plan.sync)
@@ -197,6 +199,7 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
             attach.frozen(given.models, world, recipes.divide)
 
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Fill = Callable[[World, str], None]
 
 

@@ -95,6 +95,18 @@ MENU: dict[str, Recipe] = {
         travels="Ψ(N-1)/N: reduce-scatter of gradients; 2Ψ(N-1)/N: gather of parameters; k times with accumulate=k",
         build=_zero(3),
     ),
+    "bf16": Recipe(
+        traits=Traits(),
+        summary="Forward and backward compute in bfloat16 where that is safe (autocast).",
+        holds="parameters, gradients and optimizer state in float32 as without it; activations in bfloat16",
+        travels=UNCHANGED,
+    ),
+    "fp16": Recipe(
+        traits=Traits(),
+        summary="Forward and backward compute in float16 where that is safe, from a loss scale all ranks share.",
+        holds="parameters, gradients and optimizer state in float32 as without it; activations in float16",
+        travels="as without it, and one number per step: whether all gradients are finite",
+    ),
     "accumulate": Recipe(
         traits=Traits(needs_lockstep=True),
         summary="k loader batches make one optimizer step.",

@@ -25,6 +25,7 @@ from distributedtorch.core.batches import Batches, Rows
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.loss import kept_units
+from distributedtorch.core.scale import LossScale
 from distributedtorch.core.window import StandIn, Window
 
 
@@ -59,6 +60,8 @@ class Sync(ABC):
     """Whether steps are made of windows of several batches (`accumulate`)."""
     scale: float
     """What the sum over ranks is multiplied by, set by the loop before the first `ready` of a backward."""
+    root: float = 1.0
+    """What backward started from (the loss scale), set by the loop before `begin`; `scale` takes it out again."""
 
     @abstractmethod
     def begin(self, *, exchange: bool, hide: bool) -> None:
@@ -143,6 +146,8 @@ class Loop:
         self.batches = Batches()
         self.explicit: Rows | None = None
         """Set by `dt.weight`: the loss is weighted already, parameters must not be again."""
+        self.loss_scale: LossScale | None = None
+        """Under float16: what backward starts from."""
         self.depth = 0
         self.steps = 0
         self.backwards = 0
@@ -206,7 +211,7 @@ class Loop:
                 hook.remove()
         self.batches.close()
         self.members, self.batches, self.explicit, self._own_hooks = [], Batches(), None, 0
-        self.requests, self.requested, self._broken = [], 0, False
+        self.requests, self.requested, self._broken, self.loss_scale = [], 0, False, None
         if self._original is not None:
             torch.autograd.backward, self._original = self._original, None
 
@@ -259,6 +264,8 @@ class Loop:
                 finally:
                     self.depth -= 1
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if self.loss_scale is not None:
+                args, kwargs = self._scaled(roots, args, kwargs)
             self._begin(roots)
             self.depth = 1
             self._broken = True
@@ -271,6 +278,14 @@ class Loop:
             return None
 
         return backward
+
+    def _scaled(self, roots: list[Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a backward that starts from the loss scale."""
+        assert self.loss_scale is not None
+        given = args[0] if args else kwargs.get("grad_tensors")
+        each = [given] * len(roots) if given is None or isinstance(given, Tensor) else list(given)
+        kwargs = {key: value for key, value in kwargs.items() if key != "grad_tensors"}
+        return (self.loss_scale.roots(roots, each), *args[1:]), kwargs
 
     def _begin(self, roots: Sequence[Tensor]) -> None:
         if self._broken and self.comm.world > 1:
@@ -293,6 +308,7 @@ class Loop:
             member.window.begin()
             member.exchanging = member.closing and not (self._learns(member) and member.window.defers)
             member.window.open = member.window.open or not member.exchanging
+            member.sync.root = self.loss_scale.value if self.loss_scale is not None and roots else 1.0
             member.sync.begin(exchange=member.exchanging, hide=not member.exchanging)
         if any(member.weight != 1.0 for member in self.members):
             self._weigh_parameters()
@@ -303,7 +319,7 @@ class Loop:
         if member.accumulate > 1 and len(member.units) <= member.calls:
             member.units.append(self.present_units)
         window = member.units[0] / sum(member.units) if member.units else 1.0
-        member.sync.scale = window / self.comm.world
+        member.sync.scale = window / self.comm.world / member.sync.root
 
     def _end(self) -> None:
         exchanging = [m for m in self.members if m.exchanging or m.sync.eager]

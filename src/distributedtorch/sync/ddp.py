@@ -47,7 +47,7 @@ class Ddp(Sync):
         return self.collect.filled
 
     def begin(self, *, exchange: bool, hide: bool) -> None:
-        self.collect.apart = self.windowed
+        self.collect.apart = self.windowed or self.root != 1.0
         self.collect.begin(exchange=exchange, hide=hide)
         self.collect.put_away()
 

@@ -130,14 +130,14 @@ class Zero(Sync):
         self.kept = {index: self.held[index].local.clone() for index, has in enumerate(self.content) if has}
 
     def ready(self, index: int, *, again: bool) -> None:
-        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.world
+        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.world / self.root
         self.collect.ready(index, again=again)
 
     def hold(self) -> None:
         self.collect.held = True
 
     def launch_rest(self) -> None:
-        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.world
+        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.world / self.root
         self.collect.launch_rest()
 
     def _send(self, cell: Cell, flat: Tensor, bounds: Sequence[int]) -> Pending:
@@ -186,7 +186,7 @@ class Zero(Sync):
             self.window = factor
 
     def _show(self, shown: list[bool]) -> None:
-        self._window(self.scale * self.comm.world if self.eager else 1.0)
+        self._window(self.scale * self.comm.world * self.root if self.eager else 1.0)
         self.collect.filled = [False] * len(self.params)
         squares = torch.stack([torch.linalg.vector_norm(held.local) for held in self.held]).double().square()
         if self.comm.world > 1:
