@@ -1,4 +1,4 @@
-"""One process against two workers under ddp, zero1 and zero2: the same training, a table and a picture.
+"""One process against two workers under ddp, zero1, zero2 and zero3: the same training, a table and a picture.
 
 Every run is a launch of its own of measured.py. Exit code 1 if a plan's result is not that of one process.
 """
@@ -32,10 +32,15 @@ except ModuleNotFoundError as missing:
     sys.exit(f"{name} is not installed, and the demo needs it: pip install 'distributedtorch[demo]'")
 
 LIMIT = 1e-4
-TRUTH, PLANS = "one process", ("ddp", "zero1", "zero2")
+TRUTH, PLANS = "one process", ("ddp", "zero1", "zero2", "zero3")
 WORKERS = 2
 KINDS = {"parameters": "#4c6a92", "gradients": "#e09f3e", "optimizer": "#4f9d69"}
-LINES = {"ddp": ("#d1495b", "-"), "zero1": ("#2a7f62", (0, (6, 6))), "zero2": ("#30497a", (6, (2, 4)))}
+LINES = {
+    "ddp": ("#d1495b", "-"),
+    "zero1": ("#2a7f62", (0, (6, 6))),
+    "zero2": ("#30497a", (6, (2, 4))),
+    "zero3": ("#8a5a9e", (3, (1, 3))),
+}
 MIB = 1 << 20
 
 

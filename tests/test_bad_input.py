@@ -48,6 +48,7 @@ class Bad:
     environ: tuple[tuple[str, str], ...] = ()
 
 
+WEIGHTS = "import tempfile\nfrom safetensors.torch import save_file\nfile = tempfile.mkdtemp() + '/w.safetensors'\n"
 CALL = "model, optimizer, loader = dt.distribute(model, optimizer, loader)\n"
 CASES = [
     Bad("unknown word", "dt.distribute(model, plan='zero22')", ("zero22", "zero2")),
@@ -135,6 +136,55 @@ for x, y in loader:
         workers=2,
     ),
     Bad("lbfgs", "dt.distribute(model, torch.optim.LBFGS(model.parameters()))", ("LBFGS", "line search"), workers=2),
+    Bad("float64 in fp16", "dt.distribute(model.double(), plan='fp16')", ("torch.float64", "model.float()")),
+    Bad(
+        "a GradScaler under bf16",
+        "dt.distribute(model, optimizer, plan='bf16')\n"
+        "torch.amp.GradScaler('cpu').scale(F.cross_entropy(model(data[:][0]), data[:][1])).backward()",
+        ("GradScaler", "out of the plan"),
+    ),
+    Bad("two precisions", "dt.distribute(model, plan='bf16,fp16')", ("bf16", "fp16")),
+    Bad(
+        "a meta model without an initialiser",
+        "class Own(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.w = nn.Parameter(torch.zeros(2, device='meta'))\n"
+        "dt.distribute(nn.Sequential(Own()))",
+        ("'0' has no initialiser", "reset_parameters"),
+    ),
+    Bad(
+        "a meta buffer that nothing fills",
+        "class Own(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(2, 2, device='meta')\n"
+        "        self.register_buffer('table', torch.zeros(2, device='meta'))\n"
+        "dt.distribute(nn.Sequential(Own()))",
+        ("buffer '0.table'", "do:"),
+    ),
+    Bad("weights that are not there", "dt.distribute(model, weights='none.safetensors')", ("none.safetensors", "path")),
+    Bad(
+        "weights that are no safetensors",
+        WEIGHTS + "open(file, 'w').write('x' * 99)\ndt.distribute(model, weights=file)",
+        ("cannot be read", "save it again"),
+    ),
+    Bad(
+        "weights of another model",
+        WEIGHTS + "save_file({'0.weight': torch.zeros(8, 4)}, file)\ndt.distribute(model.to('meta'), weights=file)",
+        ("no values for '0.bias'", "names and config"),
+    ),
+    Bad(
+        "weights of another shape",
+        WEIGHTS
+        + "save_file({k: v[:1] for k, v in model.state_dict().items()}, file)\ndt.distribute(model, weights=file)",
+        ("is (1,)", "the model's is (8,)"),
+    ),
+    Bad(
+        "converted after distribute under zero3",
+        "dt.distribute(model, optimizer, plan='zero3')\nmodel.double()",
+        ("torch.float64", "before dt.distribute"),
+        workers=2,
+    ),
     Bad("wrapped in DataParallel", "dt.distribute(nn.DataParallel(model))", ("DataParallel", "plain")),
     Bad(
         "models differ between ranks",

@@ -37,10 +37,11 @@ def check(model: nn.Module, weights: Mapping[str, Path] | None) -> None:
     named = dict(model.named_parameters(remove_duplicate=False))
     if weights is not None:
         ids = {id(named[name]) for name in weights if name in named}
-        missing = [name for name, p in named.items() if p.is_meta and id(p) not in ids]
+        missing = [name for name, p in named.items() if id(p) not in ids]
         if missing:
             given = f"weights= has no values for {missing[0]!r} ({len(missing)} parameters missing)"
             raise CheckpointError(explain(given, "a file made from this model", "check names and config"))
+        _check_shapes(model, weights)
         return
     buffers = list(_untold_buffers(model))
     if buffers:
@@ -123,9 +124,24 @@ def files(path: str | os.PathLike[str]) -> dict[str, Path]:
     return names
 
 
+def _targets(model: nn.Module) -> dict[str, Tensor]:
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return {**params, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _check_shapes(model: nn.Module, weights: Mapping[str, Path]) -> None:
+    targets = _targets(model)
+    for name, file in weights.items():
+        if name in targets:
+            with _opened(file) as tensors:
+                shape = tuple(tensors.get_slice(name).get_shape())
+            if shape != tuple(targets[name].shape):
+                given = f"{file.name}: {name!r} is {shape}, the model's is {tuple(targets[name].shape)}"
+                raise CheckpointError(explain(given, "the same shape", "check the model's config"))
+
+
 def _read(model: nn.Module, weights: Mapping[str, Path], after: Callable[[], None]) -> None:
-    targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    targets.update(model.named_buffers(remove_duplicate=False))
+    targets = _targets(model)
     for name, file in weights.items():
         if name in targets:
             with _opened(file) as tensors, torch.no_grad():

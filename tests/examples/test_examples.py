@@ -40,7 +40,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_there_are_examples() -> None:
-    assert {"ddp", "zero1", "zero2"} <= set(PLANS)
+    assert {"ddp", "zero1", "zero2", "zero3"} <= set(PLANS)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -71,7 +71,7 @@ def test_the_demo_agrees_and_draws(tmp_path: Path) -> None:
     ended = run(tmp_path, FOLDER / "demo.py", "--steps", 5)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = {line.split()[0]: line.split() for line in ended.stdout.splitlines() if line.startswith(("ddp", "zero"))}
-    assert list(rows) == ["ddp", "zero1", "zero2"]
+    assert list(rows) == ["ddp", "zero1", "zero2", "zero3"]
     assert "NOT THE SAME" not in ended.stdout
     height, width, _ = plt.imread(tmp_path / "demo.png").shape
     assert width > height > 400
