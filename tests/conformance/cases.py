@@ -202,5 +202,5 @@ def covering(world: int) -> list[Case]:
     cases = []
     for number, training in enumerate(all_trainings()):
         cases.append(Case(training, PLANS[(number + number // 6 + number // 18 + world) % len(PLANS)], world))
-    every = {1: 6, 2: 3, 3: 4, 4: 5}[world]
+    every = {1: 10, 2: 4, 3: 5, 4: 7}[world]
     return [case for number, case in enumerate(cases) if (number + number // 3 + world) % every == 0]
