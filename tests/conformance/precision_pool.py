@@ -16,7 +16,7 @@ from distributedtorch.distribute import release
 from tests.conformance.cases import PLANS
 from tests.conformance.loops import rows
 
-WORDS = ("bf16", "fp16", "bf16,accumulate=2", "fp16,accumulate=2,clip=0.5", "fp16,recompute")
+WORDS = ("bf16", "fp16", "fp16,accumulate=2,clip=0.5")
 PARTS = range(1, 5)
 """In how many backwards one process computes a batch: each part's gradient is rounded by itself, as on ranks."""
 OVERFLOW = "fp16 and an overflow"
