@@ -174,6 +174,12 @@ for x, y in loader:
         ("no values for '0.bias'", "names and config"),
     ),
     Bad(
+        "a meta buffer that the weights do not have",
+        WEIGHTS + "norm = nn.BatchNorm1d(2)\nsave_file(dict(norm.named_parameters()), file)\n"
+        "dt.distribute(norm.to('meta'), weights=file)",
+        ("buffer 'running_mean'", "do:"),
+    ),
+    Bad(
         "weights of another shape",
         WEIGHTS
         + "save_file({k: v[:1] for k, v in model.state_dict().items()}, file)\ndt.distribute(model, weights=file)",

@@ -2,7 +2,7 @@
 
 `place` gives every parameter a device but no memory; once the plan has laid the parameters out, `fill` runs each
 module's own initialiser, in the order and with the random numbers of one process, or reads `weights=`. All ranks
-compute the same values and keep their own pieces, so nothing is sent.
+compute the same values and keep their own pieces.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def check(model: nn.Module, weights: Mapping[str, Path] | None) -> None:
             given = f"weights= has no values for {missing[0]!r} ({len(missing)} parameters missing)"
             raise CheckpointError(explain(given, "a file made from this model", "check names and config"))
         _check_shapes(model, weights)
-        return
-    buffers = list(_untold_buffers(model))
+    buffers = [name for name in _untold_buffers(model, told=weights is None) if name not in (weights or {})]
     if buffers:
         given = f"buffer {buffers[0]!r} is on the meta device and nothing computes it again"
         do = "compute it outside the meta device, or pass weights= that has it"
         raise UsageError(explain(given, "buffers with values", do))
+    if weights is not None:
+        return
     without = [
         name or "the model itself" for name, m in model.named_modules() if _owns(m) and not _initialiser(model, m)
     ]
@@ -187,10 +188,10 @@ def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[], Any] | Non
     return None
 
 
-def _untold_buffers(model: nn.Module) -> Iterator[str]:
-    """Buffers on the meta device that nothing fills."""
+def _untold_buffers(model: nn.Module, *, told: bool) -> Iterator[str]:
+    """Buffers on the meta device that nothing fills; `told`: initialisers run, which reset running statistics."""
     for prefix, module in model.named_modules():
-        if not hasattr(module, "reset_running_stats"):
+        if not (told and hasattr(module, "reset_running_stats")):
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:
                     yield f"{prefix}.{name}".lstrip(".")

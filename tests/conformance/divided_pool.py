@@ -127,11 +127,33 @@ def changes_on_one_rank_are_named() -> None:
         optimizer.step()
 
 
+class Shrinks(nn.Linear):
+    """Changes its weight in its forward, in one of two ways."""
+
+    through_data = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (self.weight.data if self.through_data else self.weight).mul_(0.5)
+        return super().forward(x)
+
+
+def changes_inside_a_forward_are_refused() -> None:
+    for through_data in (False, True):
+        layers = nn.Sequential(Shrinks(6, 6), Shrinks(6, 6))
+        layers[0].through_data = layers[1].through_data = through_data
+        model, _ = dt.distribute(layers, torch.optim.SGD(layers.parameters(), lr=0.1), plan="zero3")
+        with pytest.raises(dt.UsageError, match=r"0\.(weight|bias).*inside the forward"):
+            model(torch.ones(2, 6))
+        release()
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     meta_models_fill_themselves,
     meta_models_are_filled_from_a_file,
     compiled_whole_or_by_block,
     a_rank_holds_its_share,
+    changes_inside_a_forward_are_refused,
     changes_on_one_rank_are_named,
 )
 

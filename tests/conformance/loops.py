@@ -766,3 +766,16 @@ def warm_up_then_decay(distribute: Distribute) -> Any:
         for thing in (trunk, head, sched, cosine):
             thing.step()
     return {**model.state_dict(), "lr": torch.tensor([sched.get_last_lr(), cosine.get_last_lr()])}
+
+
+@loop
+def the_first_weight_changed_through_data(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        model[0].weight.data.mul_(0.9)
+        F.mse_loss(model(x.requires_grad_()), y).backward()  # so that the first layer's weight is saved
+        opt.step()
+        opt.zero_grad()
+    return model

@@ -38,8 +38,8 @@ _IDLE_FOR_EVER = timedelta(days=3650)
 class Fetch:
     """Pieces on their way into `flat`."""
 
-    def __init__(self, comm: Comm, name: str, works: list[tuple[dist.Work, int]], land: Callable[[], None]) -> None:
-        self.comm, self.name, self.works, self.land = comm, name, works, land
+    def __init__(self, comm: Comm, works: list[tuple[dist.Work, int]], land: Callable[[], None]) -> None:
+        self.comm, self.works, self.land = comm, works, land
 
     def wait(self) -> None:
         """Hold the calling thread until all pieces are in place."""
@@ -126,7 +126,7 @@ class Pull:
                 flat[:low].copy_(host[:low])
                 flat[high:].copy_(host[high:])
 
-        return Fetch(self.comm, f"piece {number}", works, land)
+        return Fetch(self.comm, works, land)
 
     def close(self) -> None:
         """Say that this rank asks no more, and answer until all ranks have said so, or one waits for it in vain."""

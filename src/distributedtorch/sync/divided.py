@@ -85,6 +85,12 @@ class Unit:
         assert self.flat is not None
         return self.flat
 
+    def hold(self) -> None:
+        """A call begins to use it."""
+        if not self.inside:
+            self.settle()
+        self.inside += 1
+
     def lend(self) -> None:
         """A view of it is in the user's hands: writing to that must count."""
         if self.lent is None:
@@ -166,7 +172,7 @@ class Divided(Memory):
                     other.begin()
         unit.arrive()
 
-    def _sweep(self, keep: Iterable[Unit | None]) -> None:
+    def _sweep(self, keep: Sequence[Unit]) -> None:
         for unit in self.units:
             if unit.flat is not None and not unit.inside and unit not in keep:
                 unit.drop()

@@ -52,7 +52,7 @@ def _use(params: Sequence[nn.Parameter], call: Callable[[], Any]) -> Any:
     units = list({id(unit): unit for unit in (_UNITS[id(p)] for p in params)}.values())
     versions = [p._version for p in params]
     for unit in units:
-        unit.inside += 1
+        unit.hold()
     try:
         for unit in units:
             unit.memory.take(unit, "used")
@@ -135,8 +135,8 @@ def watch(memory: Divided, models: Sequence[nn.Module], blocks: Sequence[nn.Modu
         for hook in hooks:
             hook.remove()
         for unit in memory.units:
+            _become(nn.Parameter, unit)
             for param in unit.params:
-                param.__class__ = nn.Parameter
                 _UNITS.pop(id(param), None)
         memory.release()
 
@@ -163,16 +163,19 @@ def _places(
 
 
 def _hook(place: nn.Module, units: list[Unit]) -> list[RemovableHandle]:
+    versions: list[list[int]] = []
+    compared = iter(range(_COMPARED))
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(module: nn.Module, args: Any) -> None:
         if module is not place:  # a copy of the model has parameters of its own
             return
         for unit in units:
-            unit.inside += 1
+            unit.hold()
         for unit in units:
             unit.memory.take(unit, "used")
-            for param in unit.params:
-                param.__class__ = nn.Parameter
+            _become(nn.Parameter, unit)
+        versions.append([param._version for unit in units for param in unit.params])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -181,11 +184,36 @@ def _hook(place: nn.Module, units: list[Unit]) -> list[RemovableHandle]:
         for unit in units:
             unit.inside -= 1
             if not unit.inside:
-                for param in unit.params:
-                    param.__class__ = Watched
+                _become(Watched, unit)
+        if versions:  # none where entering has failed
+            _refuse_changes(units, versions.pop(), compare=next(compared, None) is not None)
+        for unit in units:
             unit.memory.used(unit, wrote=False)
 
     return [place.register_forward_pre_hook(enter), place.register_forward_hook(leave, always_call=True)]
+
+
+def _become(kind: type[nn.Parameter], unit: Unit) -> None:
+    for param in unit.params:
+        param.__class__ = kind
+
+
+_COMPARED = 2
+"""In how many forwards of a module values are compared: `p.data` hides changes from torch's own count of them."""
+
+
+def _refuse_changes(units: Sequence[Unit], versions: Sequence[int], *, compare: bool) -> None:
+    """Refuse parameters that their own block's forward has changed: that would be lost."""
+    params = [(unit, param) for unit in units for param in unit.params]
+    changed = [(u, p) for (u, p), was in zip(params, versions, strict=True) if p._version != was]
+    for unit in units if compare and not changed else ():
+        if not torch.equal(unit.arrive()[unit.range], unit.own):
+            changed.append((unit, unit.params[0]))
+    if changed:
+        unit, param = changed[0]
+        given = f"parameters around {unit.memory.names[id(param)]!r} were changed inside the forward of their block"
+        do = 'change them before or after the forward, or use plan="zero2"'
+        raise UsageError(explain(given, "parameters that a forward under zero3 only reads", do))
 
 
 class _Saved(NamedTuple):
