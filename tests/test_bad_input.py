@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import distributedtorch as dt
 from distributedtorch.distribute import release
+from distributedtorch.inspect import check_index
 
 HEAD = """
 import os, sys
@@ -46,6 +49,13 @@ class Bad:
     plan: str | None = None
     head: bool = True
     environ: tuple[tuple[str, str], ...] = ()
+    alone: bool = False
+    """Needs processes of its own: they end, or differ, or it shows that all of them end."""
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks raise it, so that it is tried in the pool of `refused_pool`."""
+        return bool(self.workers and self.head and not self.alone and not self.plan and not self.environ)
 
 
 WEIGHTS = "import tempfile\nfrom safetensors.torch import save_file\nfile = tempfile.mkdtemp() + '/w.safetensors'\n"
@@ -110,6 +120,7 @@ for number, (x, y) in enumerate(loader):
 """,
         ("rank 1", "ended in an exception that was swallowed"),
         workers=2,
+        alone=True,
     ),
     Bad(
         "an evaluation between a batch and its backward, and a changed batch",
@@ -136,6 +147,51 @@ for x, y in loader:
         workers=2,
     ),
     Bad("lbfgs", "dt.distribute(model, torch.optim.LBFGS(model.parameters()))", ("LBFGS", "line search"), workers=2),
+    Bad("no such block", "dt.distribute(model, plan='recompute,block=Linea')", ("block=Linea", "write `block=Linear`")),
+    Bad("blocks of nothing", "dt.distribute(model, plan='zero2,block=Linear')", ("block by block", "zero3")),
+    Bad("a block that is a number", "dt.distribute(model, plan='zero3,block=3')", ("a name", "block=Layer")),
+    Bad(
+        "clipped twice",
+        "from torch.nn.utils import clip_grad_norm_ as clip\n"
+        "dt.distribute(model, optimizer, plan='clip=1.0')\n"
+        "F.cross_entropy(model(data[:][0]), data[:][1]).backward()\n"
+        "clip(model.parameters(), 1.0)",
+        ("clip=1", "out of the loop"),
+    ),
+    Bad(
+        "a plateau that every rank judges for itself",
+        CALL + "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).step(0.5 + rank)",
+        ("ReduceLROnPlateau", "give the scheduler to dt.distribute"),
+        workers=2,
+    ),
+    Bad(
+        "rows shortened in the forward",
+        "dt.distribute(nn.Embedding(4, 2, max_norm=1.0))",
+        ("max_norm=1.0", "renorm"),
+        workers=2,
+    ),
+    Bad(
+        "gradients by frequency",
+        "dt.distribute(nn.Sequential(nn.EmbeddingBag(4, 2, mode='sum', scale_grad_by_freq=True)))",
+        ("'0'", "scale_grad_by_freq=False"),
+        workers=2,
+    ),
+    Bad(
+        "a sparse gradient without a table",
+        "model = nn.ParameterList([nn.Parameter(torch.zeros(4, 2))])\n"
+        "dt.distribute(model, torch.optim.SGD(model.parameters()))\n"
+        "F.embedding(torch.tensor([1, 2]), model[0], sparse=True).mean().backward()",
+        ("sparse gradient", "nn.Embedding(..., sparse=True)"),
+        workers=2,
+    ),
+    Bad(
+        "a table that is used as a matrix too",
+        "model = nn.Sequential(nn.Embedding(4, 2, sparse=True))\n"
+        "dt.distribute(model, torch.optim.SGD(model.parameters()))\n"
+        "(model(torch.tensor([1, 2])).mean() + model[0].weight.mean()).backward()",
+        ("'0.weight' is dense", "sparse=False"),
+        workers=2,
+    ),
     Bad("float64 in fp16", "dt.distribute(model.double(), plan='fp16')", ("torch.float64", "model.float()")),
     Bad(
         "a GradScaler under bf16",
@@ -197,6 +253,7 @@ for x, y in loader:
         "model[1] = nn.Linear(8, 2 + rank)\ndt.distribute(model)",
         ("rank 0", "rank 1", "1.weight", "(2, 8)", "(3, 8)"),
         workers=2,
+        alone=True,
     ),
     Bad(
         "dataset lengths differ",
@@ -209,6 +266,7 @@ for x, y in loader:
         CALL + LOOP.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y, reduction='sum')"),
         ("the loss is a sum", "mean"),
         workers=2,
+        alone=True,
     ),
     Bad(
         "uneven token mean",
@@ -235,6 +293,7 @@ for x, y in loader:
         "dt.distribute(model)",
         ("initialised as rank 0 of 1", "remove init_process_group"),
         workers=2,
+        alone=True,
     ),
     Bad("never distributed", "import torch\nprint('hello')", ("never call", "dt.distribute"), workers=2, head=False),
     Bad(
@@ -254,6 +313,7 @@ for x, y in loader:
         ),
         ("same batch", "rank 1"),
         workers=2,
+        alone=True,
     ),
 ]
 
@@ -281,8 +341,31 @@ def test_refused_in_one_process(bad: Bad) -> None:
         assert fragment in str(refused.value)
 
 
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each rank of a pool was told, by case."""
+    folder = tmp_path_factory.mktemp("refused")
+    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", "-m", "tests.refused_pool"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(
+        [*command, str(folder)], cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("bad", [bad for bad in CASES if bad.together], ids=lambda bad: bad.name)
+def test_refused_on_every_rank(bad: Bad, refused: list[dict[str, str]]) -> None:
+    for said in refused:
+        for fragment in (*bad.says, "do:"):
+            assert fragment in said[bad.name]
+
+
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("bad", [bad for bad in CASES if bad.workers or bad.environ], ids=lambda bad: bad.name)
+@pytest.mark.parametrize(
+    "bad", [bad for bad in CASES if (bad.workers or bad.environ) and not bad.together], ids=lambda bad: bad.name
+)
 def test_refused_and_ended(bad: Bad, tmp_path: Path) -> None:
     script, marker = tmp_path / "train.py", uuid.uuid4().hex
     script.write_text((HEAD if bad.head else "") + textwrap.dedent(bad.script))
@@ -296,6 +379,12 @@ def test_refused_and_ended(bad: Bad, tmp_path: Path) -> None:
     for fragment in (*bad.says, "do:"):
         assert fragment in ended.stderr
     assert left_running(marker) == []
+
+
+def test_the_accelerator_of_another_rank() -> None:
+    check_index(torch.device("cuda", 1), 1)
+    with pytest.raises(dt.UsageError, match="own is cuda:1"):
+        check_index(torch.device("cuda", 0), 1)
 
 
 def test_batch_smaller_than_the_world_is_no_error(tmp_path: Path) -> None:

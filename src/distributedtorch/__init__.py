@@ -3,7 +3,8 @@
 The map of the package:
   distribute   the call: plan -> parts -> attached to the user's objects
   facade       DistributedPyTorch, and in strategy Strategy: other faces of the same call
-  recipes      the menu: plan word -> part
+  menu         which words of a plan are built, what each costs
+  recipes      plan word -> parts
   schedule     learning rates over optimizer steps
   decide       early stopping and other decisions that all ranks take together
   core         words and contracts: plan, comm, bucket, step, errors
@@ -16,30 +17,47 @@ The map of the package:
   verify       the measured difference to one process
 """
 
-from distributedtorch import recipes as _recipes  # the menu tells core.plan what is built
-from distributedtorch.core.errors import (
-    CheckpointError,
-    DesyncError,
-    DistributedTorchError,
-    LaunchError,
-    PeerError,
-    PlanError,
-    RankError,
-    UsageError,
-)
-from distributedtorch.core.plan import Plan
-from distributedtorch.data.folds import folds
-from distributedtorch.decide import EarlyStop, all, any
-from distributedtorch.distribute import distribute, launch
-from distributedtorch.evaluation import accuracy, evaluate, scores
-from distributedtorch.facade import DistributedPyTorch
-from distributedtorch.launch.start import prepare as _prepare
-from distributedtorch.saving import load, save
-from distributedtorch.schedule import schedule
-from distributedtorch.score.compare import compare
-from distributedtorch.strategy import Strategy
-from distributedtorch.values import barrier, device, is_main, main_first, mean, print, rank, stats, total, weight, world
-from distributedtorch.verify.measure import verify
+import sys as _sys
+from os.path import basename as _basename
+
+_command = _sys.orig_argv[1:3] == ["-m", "distributedtorch"] or _basename((*_sys.argv, "")[0]) == "dtorch"
+if not _command:  # `dtorch` needs none of this, nor the two seconds that torch takes
+    from distributedtorch import menu as _menu  # tells core.plan what is built
+    from distributedtorch.core.errors import (
+        CheckpointError,
+        DesyncError,
+        DistributedTorchError,
+        LaunchError,
+        PeerError,
+        PlanError,
+        RankError,
+        UsageError,
+    )
+    from distributedtorch.core.plan import Plan
+    from distributedtorch.data.folds import folds
+    from distributedtorch.decide import EarlyStop, all, any
+    from distributedtorch.distribute import distribute, launch
+    from distributedtorch.evaluation import accuracy, evaluate, scores
+    from distributedtorch.facade import DistributedPyTorch
+    from distributedtorch.launch.start import prepare as _prepare
+    from distributedtorch.saving import load, save
+    from distributedtorch.schedule import schedule
+    from distributedtorch.score.compare import compare
+    from distributedtorch.strategy import Strategy
+    from distributedtorch.values import (
+        barrier,
+        device,
+        is_main,
+        main_first,
+        mean,
+        print,
+        rank,
+        stats,
+        total,
+        weight,
+        world,
+    )
+    from distributedtorch.verify.measure import verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -81,5 +99,6 @@ __all__ = [
     "world",
 ]
 
-_prepare()
-del _recipes
+if not _command:
+    _prepare()
+    del _menu

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from distributedtorch.core.blocks import blocks_of
+from distributedtorch.core.blocks import blocks_in
 from distributedtorch.core.bucket import is_empty
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.override import override
 from distributedtorch.core.plan import Plan
-from distributedtorch.core.scale import LossScale
-from distributedtorch.core.step import Member, Sync, Trained
+from distributedtorch.core.scale import LossScale, total_norm
+from distributedtorch.core.step import Member
+from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.world import World, accelerator
 from distributedtorch.decide import NO_METRIC, Plateau, agreed
 from distributedtorch.launch import record
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.gradient import DividedGrad
+from distributedtorch.sync.sparse import Sparse, tables
 
 
 def same_weights(model: nn.Module, comm: Comm) -> None:
@@ -48,29 +53,39 @@ def own_randomness(rank: int) -> None:
 
 
 def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: World, build: Callable[..., Any]) -> None:
-    """Attach a sync to an optimizer's parameters, and let `step` go through it."""
+    """Attach a sync to an optimizer's parameters, another one to its tables, and let `step` go through them."""
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     mine = [p for group in given.param_groups for p in group["params"]]
     trained = [p for p in mine if p.requires_grad]
     trained.reverse()
-    said, number = [names[id(p)] for p in trained], str(len(world.loop.members))
-    sync: Sync = build(Trained(params=trained, names=said, optimizer=given, models=models, name=number), world)
-    member = world.loop.add(sync, plan.accumulate)
+    sparse = tables(models) if world.size > 1 else set()
+    number = str(len(world.loop.members))
+    rows, dense = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]
+    syncs: list[Sync] = []
+    if dense or not rows:
+        said = [names[id(p)] for p in dense]
+        part = Trained(params=dense, names=said, optimizer=given, models=models, name=number, block=plan.block)
+        syncs.append(build(part, plan.sync, world))
+    if rows:
+        said = [names[id(p)] for p in rows]
+        syncs.append(Sparse(rows, said, given, world.comm, f"tables/{number}", divide=plan.sync != "ddp"))
+    members = [world.loop.add(sync, plan.accumulate) for sync in syncs]
     frozen = [(names[id(p)], p) for p in mine if not p.requires_grad]
-    _through(given, member, world, plan, frozen, names={id(p): names[id(p)] for p in mine})
-    state_of = getattr(sync, "whole_state", None)
-    if state_of is not None:
-        world.undo += _whole_state(given, state_of, sync.take_state)  # type: ignore[attr-defined]
-        world.undo.append(lambda: _make_plain(sync, state_of))
+    _through(given, members, world, plan, frozen, names={id(p): names[id(p)] for p in mine})
+    if any(sync.divided for sync in syncs):
+        world.undo += _whole_state(given, syncs)
+        world.undo.append(lambda: _make_plain(given, syncs))
 
 
-def precision(models: list[nn.Module], dtype: torch.dtype, world: World) -> None:
+def precision(models: list[nn.Module], dtype: torch.dtype, plan: Plan, world: World) -> None:
     """Compute forwards in `dtype` where that is safe (autocast); parameters, gradients and outputs stay float32."""
     kind = accelerator()
+    keep = plan.sync != "zero3" or world.size == 1
+    """Whether autocast may keep the copies it makes of parameters to the end of the forward."""
 
     def narrow(forward: Callable[..., Any]) -> Callable[..., Any]:
         def cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(kind, dtype):
+            with torch.autocast(kind, dtype, cache_enabled=keep):
                 return tree_map(_widened, forward(*args, **kwargs))
 
         return cast
@@ -109,22 +124,27 @@ def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> 
     owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     left = {id(p): (n, p) for m in models for n, p in m.named_parameters() if p.requires_grad and id(p) not in owned}
     if left and optimizers:
-        names, params = (list(column) for column in zip(*reversed(left.values()), strict=True))
-        loop.add(Ddp(params, names, None, world.comm, "rest"), 1)
+        sparse = tables(models)
+        for rows, kind in ((False, "rest"), (True, "tables/rest")):
+            some = [(n, p) for n, p in reversed(left.values()) if (id(p) in sparse) is rows]
+            if some:
+                names, params = (list(column) for column in zip(*some, strict=True))
+                made = Sparse(params, names, None, world.comm, kind, divide=False) if rows else None
+                loop.add(made or Ddp(params, names, None, world.comm, kind), 1)
 
 
-def frozen(models: list[nn.Module], world: World, divide: Callable[..., Any]) -> None:
+def frozen(models: list[nn.Module], plan: Plan, world: World, divide: Callable[..., Any]) -> None:
     """Divide parameters that nothing trains too."""
     kept = [(n, p) for m in models for n, p in m.named_parameters() if type(p) is nn.Parameter and not p.requires_grad]
     once = {id(p): (n, p) for n, p in kept}
     if once:
         names, params = (list(column) for column in zip(*once.values(), strict=True))
-        divide(params, names, models, world, whole=False)
+        divide(params, names, models, world, whole=False, block=plan.block)
 
 
 def _through(
     given: Optimizer,
-    member: Member,
+    members: list[Member],
     world: World,
     plan: Plan,
     frozen: list[tuple[str, nn.Parameter]],
@@ -134,6 +154,9 @@ def _through(
     """Put the library's step before the optimizer's own, on this object only."""
     original = given.step
     loop, clip = world.loop, plan.clip
+    update = original
+    for member in members:
+        update = partial(member.sync.update, update)
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -141,27 +164,38 @@ def _through(
             with torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # type: ignore[attr-defined]
-        if not member.touched_since_step and member.sync.assigned():
-            loop.exchange_assigned(member)
-        member.calls += 1
-        if not member.closing:
+        for member in members:
+            if not member.touched_since_step and member.sync.assigned():
+                loop.exchange_assigned(member)
+            member.calls += 1
+        if not members[0].closing:
             return loss
-        loop.before_step(member)
+        for member in members:
+            loop.before_step(member)
         _refuse_strangers(self, names)
         _refuse_thawed(frozen)
-        if loop.loss_scale is not None and not loop.loss_scale.finite(member.sync.params):
-            loop.stepped(member)
+        grads = [p.grad for member in members for p in member.sync.params if p.grad is not None]
+        if loop.loss_scale is not None and not loop.loss_scale.finite(total_norm(grads)):
+            loop.stepped(members)
             return loss
         if clip is not None:
-            shown = [p for p in member.sync.params if p.grad is not None]
-            torch.nn.utils.clip_grad_norm_(shown, clip)
-        result = member.sync.update(original)
-        loop.stepped(member)
+            _clip(members, total_norm(grads), clip)
+        result = update()
+        loop.stepped(members)
         record.note(loop.steps)
         return result if closure is None else loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     world.undo.append(override(given, "step", step))
+
+
+def _clip(members: list[Member], norm: Tensor, most: float) -> None:
+    """As torch's clip_grad_norm_, which knows no sparse gradients."""
+    params = [p for member in members for p in member.sync.params if p.grad is not None]
+    clip_grads_with_norm_([p for p in params if not p.grad.is_sparse], most, norm)  # type: ignore[union-attr]
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
 
 
 def _refuse_strangers(given: Optimizer, names: dict[int, str]) -> None:
@@ -188,13 +222,21 @@ def _refuse_thawed(frozen: list[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def _whole_state(given: Optimizer, whole: Callable[[], Any], take: Callable[[], None]) -> list[Callable[[], None]]:
+def _whole(given: Optimizer, syncs: list[Sync]) -> Any:
+    """The optimizer's state as one process would hold it. A group call."""
+    whole: Any = defaultdict(dict, given.state)
+    for sync in syncs:
+        whole.update(sync.whole_state())
+    return whole
+
+
+def _whole_state(given: Optimizer, syncs: list[Sync]) -> list[Callable[[], None]]:
     """`state_dict` and `load_state_dict` speak of whole tensors, as in one process. Result: undo."""
     save, load = given.state_dict, given.load_state_dict
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         divided = self.state
-        self.state = whole()
+        self.state = _whole(given, syncs)
         try:
             return save()
         finally:
@@ -202,16 +244,16 @@ def _whole_state(given: Optimizer, whole: Callable[[], Any], take: Callable[[], 
 
     def load_state_dict(self: Optimizer, state: dict[str, Any]) -> None:
         load(state)
-        take()
+        for sync in syncs:
+            sync.take_state()
 
     return [override(given, "state_dict", state_dict), override(given, "load_state_dict", load_state_dict)]
 
 
-def _make_plain(sync: Sync, whole: Callable[[], Any]) -> None:
+def _make_plain(given: Optimizer, syncs: list[Sync]) -> None:
     """Give every rank all of the optimizer's state and of the gradients shown, for good. A group call."""
-    assert sync.optimizer is not None
-    sync.optimizer.state = whole()
-    for param in sync.params:
+    given.state = _whole(given, syncs)
+    for param in [param for sync in syncs for param in sync.params]:
         if isinstance(param.grad, DividedGrad):
             param.grad.held.settle()
             param.grad = param.grad.held.full()
@@ -250,10 +292,9 @@ def _same_metric(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any
     return {**kwargs, "metrics": agreed(metric, "plateau")}
 
 
-def recompute(models: list[nn.Module]) -> list[Callable[[], None]]:
-    """Compute activations of repeated blocks again in backward instead of keeping them. Result: undo."""
-    blocks = [block for model in models for block in blocks_of(model)]
-    return [override(block, "forward", _recomputed(block.forward)) for block in blocks]
+def recompute(models: list[nn.Module], named: str | None) -> list[Callable[[], None]]:
+    """Compute activations of blocks again in backward instead of keeping them. Result: undo."""
+    return [override(block, "forward", _recomputed(block.forward)) for block in blocks_in(models, named)]
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from distributedtorch import attach, filling, inspect, recipes, report, saving
+from distributedtorch import attach, filling, guard, inspect, recipes, report, saving
 from distributedtorch.core.batches import Rows
+from distributedtorch.core.blocks import blocks_in
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.core.plan import Plan, resolve, sources
 from distributedtorch.core.world import World, here
@@ -25,6 +26,7 @@ from distributedtorch.launch.supervise import restart
 from distributedtorch.run import RUN
 from distributedtorch.sync import batchnorm
 from distributedtorch.sync.divided import fence
+from distributedtorch.sync.sparse import tables
 from distributedtorch.verify import record as verify_record
 
 
@@ -64,6 +66,7 @@ def distribute(
     effective.check(world.size, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size)
+    blocks_in([*RUN.models, *given.models], effective.block)
     fill = _filling(given, weights)
     if world.size == 1 and not effective.numerics().words and not verify_record.wanted():
         fill(world, "ddp")
@@ -169,9 +172,11 @@ def _attach(
             attach.same_weights(model, comm)
             world.undo += batchnorm.synchronise(model, loop)
     if plan.recompute:
-        world.undo += attach.recompute(given.models)
+        world.undo += attach.recompute(given.models, plan.block)
+    if RUN.plan is None:
+        guard.stand(plan, world)
     if plan.precision is not None:
-        attach.precision(given.models, _DTYPES[plan.precision], world)
+        attach.precision(given.models, _DTYPES[plan.precision], plan, world)
     early = plan.sync != "zero3" or not many
     if early:
         fill(world, plan.sync)
@@ -189,14 +194,13 @@ def _attach(
 
 def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
     """Give every parameter a sync: those of optimizers, those of none, and frozen ones where the plan divides them."""
-    models, build = [*RUN.models, *given.models], recipes.MENU[plan.sync].build
-    assert build is not None
+    models = [*RUN.models, *given.models]
     for optimizer in given.optimizers:
-        attach.optimizer(optimizer, models, plan, world, build)
+        attach.optimizer(optimizer, models, plan, world, recipes.sync)
     if world.size > 1:
         attach.rest(models, [*RUN.optimizers, *given.optimizers], world)
         if plan.sync == "zero3":
-            attach.frozen(given.models, world, recipes.divide)
+            attach.frozen(given.models, plan, world, recipes.divide)
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -207,7 +211,8 @@ def _filling(given: inspect.Given, path: str | os.PathLike[str] | None) -> Fill:
     """Make ready models that have no values yet; the result gives them values when their memory is laid out."""
     weights = None if path is None else filling.files(path)
     models = [model for model in given.models if path is not None or filling.is_meta(model)]
-    trained = {id(p) for optimizer in given.optimizers for group in optimizer.param_groups for p in group["params"]}
+    owned = {id(p) for optimizer in given.optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = owned - tables(models)
     for model in models:
         filling.check(model, weights)
         filling.place(model)

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import LaunchError, UsageError, explain
 from distributedtorch.core.plan import Plan
+from distributedtorch.core.world import accelerator
 from distributedtorch.data.loader import Loader
 from distributedtorch.sync import optimizers
 
@@ -85,7 +86,18 @@ def _check_model(model: nn.Module, world: int) -> None:
     if len(devices) > 1:
         do = "model.to(one device) before dt.distribute"
         raise UsageError(explain(f"the model's parameters are on {' and '.join(devices)}", "one device per rank", do))
+    first = next(model.parameters(), None)
+    if world > 1 and first is not None and first.device.type == accelerator() != "cpu":
+        check_index(first.device, torch.accelerator.current_device_index())
     _check_training(model, world)
+
+
+def check_index(device: torch.device, own: int) -> None:
+    """Refuse a model on another rank's accelerator."""
+    if device.index != own:
+        given = f"the model is on {device}, and this rank's own is {device.type}:{own}"
+        do = f'model.to("{device.type}") without a number, or model.to(dt.device())'
+        raise UsageError(explain(given, "every rank's model on its own accelerator", do))
 
 
 def _check_training(model: nn.Module, world: int) -> None:
@@ -96,14 +108,24 @@ def _check_training(model: nn.Module, world: int) -> None:
     if world == 1:
         return
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            do = "nn.Embedding(..., sparse=False)"
-            raise UsageError(explain(f"module {name!r} makes sparse gradients", "dense gradients", do))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check_table(name, module)
     for name, param in model.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             do = "edit p.grad between backward() and step(), where it is the global gradient"
             needed = "no hook on parameters: with several ranks it would see this rank's gradient only"
             raise UsageError(explain(f"parameter {name!r} has a gradient hook", needed, do))
+
+
+def _check_table(name: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
+    if table.max_norm is not None:
+        given = f"module {name!r} shortens its rows in its forward (max_norm={table.max_norm})"
+        do = "max_norm=None, and after optimizer.step() on all ranks: weight.data.copy_(weight.data.renorm(2, 0, norm))"
+        raise UsageError(explain(given, "forwards that leave parameters alone: each rank sees other rows", do))
+    if table.scale_grad_by_freq:
+        given = f"module {name!r} divides gradients by how often a row is in the batch (scale_grad_by_freq)"
+        needed = "a gradient that is a sum over samples: a rank knows its own rows of the batch only"
+        raise UsageError(explain(given, needed, "scale_grad_by_freq=False"))
 
 
 def _check_optimizer(optimizer: Optimizer, known: dict[int, str], taken: dict[int, str]) -> None:

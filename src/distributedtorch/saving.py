@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def save(path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
     if world.size == 1:
         _alone(request)
         return
-    divided = any(hasattr(member.sync, "whole_state") for member in world.loop.members)
+    divided = any(member.sync.divided for member in world.loop.members)
     alone = None if divided and model is None else lambda: _alone(request)
     meeting.of(world.loop, _together).ask(json.dumps(request), alone)
 
@@ -78,7 +79,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
     state.apply()
 
 
-def carry_out_after_step(_: Member) -> None:
+def carry_out_after_step(_: Sequence[Member]) -> None:
     """Every rank, after every step: carry out the saves that only some ranks asked for."""
     loop = here().loop
     if loop.comm.world > 1:

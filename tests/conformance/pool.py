@@ -22,7 +22,7 @@ def main(todo: Path, done: Path) -> None:
         case = c.Case(c.Training(**row["training"]), row["plan"], row["world"])
         model = c.train(case.training, partial(dt.distribute, plan=c.plan_of(case)))
         gap, where = c.difference(load_file(todo.parent / f"{case.training.name}-0.safetensors"), model.state_dict())
-        buckets = [len(m.sync.collect.cells) for m in here().loop.members]  # type: ignore[attr-defined]
+        buckets = [len(m.sync.collect.cells) for m in here().loop.members] if dt.world() > 1 else []  # type: ignore[attr-defined]
         if dt.is_main():
             with done.open("a") as file:
                 print(json.dumps({"difference": gap, "parameter": where, "buckets": buckets}), file=file)

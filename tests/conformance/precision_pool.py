@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -59,6 +60,29 @@ def train(plan: str, parts: int = 1, burst: bool = False) -> nn.Module:
     return model
 
 
+class Copying(nn.Linear):
+    """A layer that computes with a copy of its weight in bfloat16, as autocast does."""
+
+    copies: list[weakref.ref[Tensor]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(torch.bfloat16)
+        self.copies.append(weakref.ref(weight))
+        return F.linear(x.to(torch.bfloat16), weight).float() + self.bias
+
+
+def copies_left(plan: str) -> int:
+    """How many copies of weights a forward leaves for its backward."""
+    Copying.copies = []
+    model = nn.Sequential(*[nn.Sequential(Copying(8, 8), nn.Tanh()) for _ in range(3)])
+    model, _ = dt.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    out = model(torch.ones(2, 8))
+    left = sum(copy() is not None for copy in Copying.copies)
+    out.mean().backward()
+    release()
+    return left
+
+
 def keep(model: nn.Module, file: Path) -> None:
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if dt.is_main():
@@ -67,12 +91,15 @@ def keep(model: nn.Module, file: Path) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    if dt.world() > 1:
+        assert copies_left("zero2") > 0
+        assert copies_left("zero3") == 0
     for word in WORDS:
-        for plan in PLANS:
+        for plan in PLANS if dt.world() > 1 else PLANS[:1]:
             for parts in PARTS if dt.world() == 1 and plan == "ddp" else PARTS[:1]:
                 keep(train(f"{plan},{word}", parts), folder / f"{plan},{word}-{dt.world()}-{parts}.safetensors")
                 release()
-    for plan in PLANS:
+    for plan in PLANS if dt.world() > 1 else PLANS[:1]:
         keep(train(f"{plan},fp16", burst=True), folder / f"{plan},{OVERFLOW}-{dt.world()}-1.safetensors")
         scale = here().loop.loss_scale
         assert scale is not None and (scale.skipped, scale.value) == (1, 2.0**15), scale and scale.value

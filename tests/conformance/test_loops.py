@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.conformance.cases import PLANS
-from tests.conformance.loops import LOOPS
 from tests.conformance.matrix import ROOT
+from tests.conformance.tables import LOOPS
 
 
 def run(world: int, folder: Path, *module: str, bucket_bytes: int = 1024) -> list[dict[str, Any]]:

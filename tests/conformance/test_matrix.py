@@ -17,6 +17,16 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_subset_covers() -> None:
+    chosen = [case for world in (2, 3, 4) for case in c.covering(world)]
+    for plan in c.PLANS:
+        met = [case.training for case in chosen if case.plan == plan]
+        for setting in ("optimizer", "model", "accumulation", "clip"):
+            every = {getattr(training, setting) for training in c.all_trainings()}
+            assert {getattr(training, setting) for training in met} == every, (plan, setting)
+    assert all({case.plan for case in c.covering(world)} == set(c.PLANS) for world in (2, 3, 4))
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", c.WORLDS)
 def test_same_weights_as_one_process(world: int, truths: Path) -> None:

@@ -26,15 +26,13 @@ def test_every_pair_of_words(tmp_path: Path) -> None:
     run(1, tmp_path)
     run(3, tmp_path)
     truth = load_file(tmp_path / "two losses.safetensors")
-    for plan in PLANS:
-        for world in (1, 3):
-            found = load_file(tmp_path / f"{plan},two losses-{world}.safetensors")
-            assert difference(truth, found)[0] <= 1e-9, (plan, "two losses", world)
+    for plan, world in [("ddp", 1), *((plan, 3) for plan in PLANS)]:
+        found = load_file(tmp_path / f"{plan},two losses-{world}.safetensors")
+        assert difference(truth, found)[0] <= 1e-9, (plan, "two losses", world)
     without = load_file(tmp_path / "ddp,recompute-1.safetensors")
     for text in TEXTS:
         truth = load_file(tmp_path / f"ddp,{text}-1.safetensors")
         assert text == "recompute" or difference(truth, without)[0] > 1e-4  # the words do something
         for plan in PLANS:
-            for world in (1, 3):
-                found = load_file(tmp_path / f"{plan},{text}-{world}.safetensors")
-                assert difference(truth, found)[0] <= 1e-9, (plan, text, world)
+            found = load_file(tmp_path / f"{plan},{text}-3.safetensors")
+            assert difference(truth, found)[0] <= 1e-9, (plan, text)

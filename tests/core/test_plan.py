@@ -10,7 +10,7 @@ import pytest
 from distributedtorch.core import plan as plan_module
 from distributedtorch.core.errors import PlanError
 from distributedtorch.core.plan import Plan, Recipe, Traits, Word, resolve, sources, use_menu
-from distributedtorch.core.words import WORDS, Arg, Range, Row, Value, read
+from distributedtorch.core.words import WORDS, Arg, Name, Range, Row, Value, read
 
 BUILT = {
     "ddp": Traits(owns="whole"),
@@ -49,8 +49,10 @@ def number(draw: random.Random, legal: Range) -> int | float:
 
 
 def legal_word(draw: random.Random, row: Row) -> Word:
-    if row.number:
-        return Word(row.name, value=number(draw, row.number))
+    if isinstance(row.takes, Name):
+        return Word(row.name, value=Word(draw.choice(["Layer", "block", "_x9"])))
+    if row.takes:
+        return Word(row.name, value=number(draw, row.takes))
     args = tuple(Arg(number(draw, legal), key=draw.choice([key, None])) for key, legal in row.args.items())
     if row.kind == "wire":
         return Word("wire", value=Word(row.name.removeprefix("wire="), args=args))

@@ -245,7 +245,12 @@ class Comm:
         return pending
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
-        """Memory for a while: used again rather than asked of the system anew, where the size it last had is near."""
+        """Memory for a while: used again rather than asked of the system anew, where the size it last had is near.
+
+        On accelerators torch's own allocator does that.
+        """
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
         free = self._free[dtype, device]
         fits = [k for k, block in enumerate(free) if numel <= block.numel() <= 2 * numel]
         if fits:
@@ -259,7 +264,7 @@ class Comm:
 
     def give_back(self, tensors: list[Tensor]) -> None:
         """Return borrowed memory."""
-        for tensor in tensors:
+        for tensor in [tensor for tensor in tensors if tensor.device.type == "cpu"]:
             block = tensor.new_empty(0).set_(tensor.untyped_storage())
             self._free[tensor.dtype, tensor.device].append(block)
 

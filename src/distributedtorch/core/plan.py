@@ -2,14 +2,14 @@
 
 `Plan.parse("zero1,accumulate=4")` reads one and `str` writes it back in canonical form; `check` lists every fault at
 once, each with what to change; `resolve` merges what the command line, the environment and the call say. This module
-knows words (`core.words`) but no parts: `recipes` tells it through `use_menu` which words are built.
+knows words (`core.words`) but no parts: `menu` tells it through `use_menu` which words are built.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -41,18 +41,16 @@ class Recipe:
     """What each rank holds."""
     travels: str
     """What each rank sends per optimizer step."""
-    build: Callable[..., object] | None = None
-    """Makes the part."""
 
 
 _menu: Mapping[str, Recipe] = {}
 
 
 def use_menu(menu: Mapping[str, Recipe]) -> None:
-    """Say which words are built: `recipes` calls this when it is imported."""
+    """Say which words are built: `menu` calls this when it is imported."""
     global _menu
     unknown = [name for name in menu if name not in WORDS]
-    assert not unknown, f"recipes for words that do not exist: {unknown}"
+    assert not unknown, f"a menu of words that do not exist: {unknown}"
     _menu = menu
 
 
@@ -146,6 +144,12 @@ class Plan:
         return self.get("recompute") is not None
 
     @property
+    def block(self) -> str | None:
+        """The class of the modules that are gathered or recomputed one at a time; None to find them."""
+        word = self.get("block")
+        return word.value.name if word and isinstance(word.value, Word) else None
+
+    @property
     def wire(self) -> Word | None:
         """How bytes travel: `topk(0.01)` for `wire=topk(0.01)`; None for plain."""
         word = self.get("wire")
@@ -181,6 +185,7 @@ class Plan:
             *_repeat_faults(self.words),
             *_clash_faults(self),
             *_unbuilt_faults(self.words),
+            *_idle_faults(self),
             *_world_faults(self, world, local_world),
         ]
 
@@ -208,8 +213,8 @@ def canonical(word: Word) -> Word:
     row = WORDS.get(key(word))
     if row is None:
         return word
-    if row.number:
-        settled = None if word.value is None else row.number.settle(word.value)
+    if row.takes:
+        settled = None if word.value is None else row.takes.settle(word.value)
         return Word(word.name, value=settled, args=word.args)
     if row.kind == "wire":
         return Word(word.name, value=_canonical_args(_inner(word), row))
@@ -227,8 +232,8 @@ def _canonical_args(word: Word, row: Row) -> Word:
 def legal(word: Word) -> bool:
     """Whether a canonical word of the vocabulary is written as its row says."""
     row = WORDS[key(word)]
-    if row.number:
-        return word.value is not None and row.number.accepts(word.value)
+    if row.takes:
+        return word.value is not None and row.takes.accepts(word.value)
     inner = _inner(word)
     bound = row.bind(inner.args)
     if bound is None or inner.value is not None or set(bound) != set(row.args):
@@ -337,6 +342,15 @@ def _unbuilt_faults(words: tuple[Word, ...]) -> Iterator[str]:
             kin = [name for name in _menu if WORDS[name].kind == _kind(word) and _kind(word) in EXCLUSIVE]
             instead = f"leave it out, or use {_listed(kin)}" if kin else "leave it out"
             yield explain(f"`{word}` given, which is not built yet", f"one of {', '.join(_menu)}", instead)
+
+
+BLOCKWISE = "`zero3` or `recompute` with it"
+
+
+def _idle_faults(plan: Plan) -> Iterator[str]:
+    if plan.get("block") and plan.sync != "zero3" and not plan.recompute:
+        given = f"`{plan.get('block')}` under a plan that does nothing block by block"
+        yield explain(given, BLOCKWISE, "add one of them, or leave it out")
 
 
 def _world_faults(plan: Plan, world: int | None, local_world: int | None) -> Iterator[str]:

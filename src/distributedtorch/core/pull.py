@@ -85,13 +85,19 @@ class Pull:
             self.editions[number] += 1
         self._answer_late()
 
-    def replace(self, number: int, piece: Tensor) -> None:
-        """Offer other values in other memory; ranks that have not come so far still get the earlier ones."""
+    def replace(self, number: int, values: Tensor) -> Tensor:
+        """Offer other values; ranks that have not come so far still get the earlier ones. Result: this rank's piece."""
         with self._lock:
-            self._old[number, self.editions[number]] = self.pieces[number]
-            self.pieces[number] = piece
+            piece = self.pieces[number]
+            if piece.device.type == "cpu":  # may be on its way just now
+                self._old[number, self.editions[number]] = piece
+                self.pieces[number] = values.clone()
+            else:
+                self._old[number, self.editions[number]] = piece.to("cpu")
+                piece.copy_(values)
             self.editions[number] += 1
         self._answer_late()
+        return self.pieces[number]
 
     def fence(self, name: str) -> list[list[int]]:
         """Return when every rank has come here, having let go of all it fetched: each rank's editions, to compare."""
@@ -172,8 +178,8 @@ class Pull:
             due = [r for r in self._late if r[1] < len(self.pieces) and r[3] <= self.editions[r[1]]]
             self._late = [request for request in self._late if request not in due]
             pieces = [self._old.get((number, edition), self.pieces[number]) for _, number, _, edition in due]
-        for (peer, _, tag, _), piece in zip(due, pieces, strict=True):
-            host = piece.detach().to("cpu")
+            hosts = [piece.detach().to("cpu") for piece in pieces]
+        for (peer, _, tag, _), host in zip(due, hosts, strict=True):
             self.comm.count_sent("gather", host.numel() * host.element_size())
             self._keep(self._answers, dist.isend(host, peer, group=self.group, tag=tag), host)
 

@@ -12,12 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distributedtorch.core.comm import Comm
 
 _FIRST, _LEAST, _MOST = 2.0**16, 1.0, 2.0**24
 _GOOD_STEPS_TO_GROW = 2000
+
+
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of gradients taken together, sparse ones included."""
+    return torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in grads])
 
 
 class LossScale:
@@ -35,9 +40,8 @@ class LossScale:
         """What backward starts from, multiplied."""
         return [(torch.ones_like(t) if g is None else g) * self.value for t, g in zip(tensors, given, strict=True)]
 
-    def finite(self, params: Sequence[nn.Parameter]) -> bool:
-        """Whether all gradients are finite on all ranks; moves the scale. A group call."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    def finite(self, norm: Tensor) -> bool:
+        """Whether the norm of all gradients is finite on all ranks; moves the scale. A group call."""
         bad = torch.tensor([float(not bool(torch.isfinite(norm)))])
         if self.comm.world > 1:
             bad = self.comm.exchange("finite", bad).amax(dim=0)

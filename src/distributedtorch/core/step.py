@@ -12,13 +12,11 @@ feeding a discriminator, or a gradient penalty, would meet it twice).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.batches import Batches, Rows
@@ -26,82 +24,8 @@ from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.loss import kept_units
 from distributedtorch.core.scale import LossScale
+from distributedtorch.core.sync import Sync
 from distributedtorch.core.window import StandIn, Window
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What one optimizer trains: what a sync is made for."""
-
-    params: list[nn.Parameter]
-    names: list[str]
-    optimizer: torch.optim.Optimizer
-    models: list[nn.Module]
-    """Where the parameters are used."""
-    name: str
-    """Tells this optimizer's exchanges from those of others."""
-
-
-class Sync(ABC):
-    """How the replicas of one optimizer's parameters agree. Final classes live in `sync/`."""
-
-    params: list[nn.Parameter]
-    names: list[str]
-    optimizer: torch.optim.Optimizer | None
-    eager: bool = False
-    """Whether it exchanges at every backward, also inside a window of several batches."""
-
-    @property
-    @abstractmethod
-    def filled(self) -> list[bool]:
-        """Which parameters have gradients of earlier backwards that were not exchanged and are not shown."""
-
-    windowed: bool = False
-    """Whether steps are made of windows of several batches (`accumulate`)."""
-    scale: float
-    """What the sum over ranks is multiplied by, set by the loop before the first `ready` of a backward."""
-    root: float = 1.0
-    """What backward started from (the loss scale), set by the loop before `begin`; `scale` takes it out again."""
-
-    @abstractmethod
-    def begin(self, *, exchange: bool, hide: bool) -> None:
-        """Before a backward: leave `p.grad` so that autograd may write. `hide`: no gradient shown afterwards."""
-
-    @abstractmethod
-    def ready(self, index: int, *, again: bool) -> None:
-        """Autograd has finished parameter `index`'s gradient in this backward; `again`: not for the first time."""
-
-    @abstractmethod
-    def hold(self) -> None:
-        """Send nothing more before the end of this backward: gradients may come in several parts."""
-
-    @abstractmethod
-    def launch_rest(self) -> None:
-        """After a backward: begin the exchanges that wait for gradients that never came."""
-
-    @abstractmethod
-    def finish(self, used: Sequence[bool]) -> None:
-        """Complete the exchanges; `used[i]`: some rank has a gradient for parameter i."""
-
-    @abstractmethod
-    def restore(self) -> None:
-        """After a backward that no rank's gradients of this sync came from: show again what `begin` put away."""
-
-    @abstractmethod
-    def wipe(self, index: int) -> None:
-        """Make parameter `index`'s gradient that was not exchanged yet zero."""
-
-    @abstractmethod
-    def assigned(self) -> bool:
-        """Whether some `p.grad` is a tensor the user put there."""
-
-    @abstractmethod
-    def update(self, step: Callable[[], Any]) -> Any:
-        """Run the optimizer's own `step` on what this rank owns, then make all ranks agree."""
-
-    @abstractmethod
-    def bytes_held(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer state on this rank now."""
 
 
 class Member:
@@ -155,22 +79,23 @@ class Loop:
         """Called with the roots of every backward (verify listens here)."""
         self.after_exchange: list[Callable[[Sequence[Member]], None]] = []
         """Called when global gradients are in place, before anything (clipping) changes them."""
-        self.after_step: list[Callable[[Member], None]] = []
-        """Called when an optimizer has stepped and all ranks agree."""
+        self.after_step: list[Callable[[Sequence[Member]], None]] = []
+        """Called with an optimizer's members when it has stepped and all ranks agree."""
         self.requests: list[str] = []
         """What this rank alone asked for, to be carried out by all after a step (saves)."""
         self.requested = 0
         """The most such requests any rank had at the last exchange."""
         self._original: Callable[..., None] | None = None
 
-    def stepped(self, member: Member) -> None:
+    def stepped(self, members: Sequence[Member]) -> None:
         """An optimizer has stepped: its window is over."""
         self.steps += 1
-        member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
-        member.seen = [False] * len(member.seen)
-        member.window.stepped()
+        for member in members:
+            member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
+            member.seen = [False] * len(member.seen)
+            member.window.stepped()
         for observe in self.after_step:
-            observe(member)
+            observe(members)
 
     @property
     def idle(self) -> bool:

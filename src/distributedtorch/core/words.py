@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, NoReturn
 from distributedtorch.core.errors import PlanError, explain
 
 Kind = Literal["sync", "precision", "number", "memory", "split", "wire", "auto"]
-Form = Literal["bare", "number", "args"]
+Form = Literal["bare", "value", "args"]
 Owns = Literal["whole", "flat", "split", "none"]
 Places = Literal["rank", "host", "device"]
 
@@ -240,6 +240,22 @@ class Range:
         return lower if self.most == LARGEST else f"{lower} and at most {self.most:g}"
 
 
+class Name:
+    """A word whose value is a name."""
+
+    def settle(self, value: Value) -> Value:
+        """The name as it is."""
+        return value
+
+    def accepts(self, value: Value | None) -> bool:
+        """Whether it is a name alone."""
+        return isinstance(value, Word) and not value.args
+
+    def __str__(self) -> str:
+        """What is needed, in words."""
+        return "a name"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One word of the vocabulary."""
@@ -252,8 +268,8 @@ class Row:
     """What it says, in one line."""
     example: str
     """A legal way to write it."""
-    number: Range | None = None
-    """The legal values after `=`, for a word that takes a number."""
+    takes: Range | Name | None = None
+    """The legal values after `=`, for a word that takes one."""
     args: dict[str, Range]
     """The legal values of each argument in brackets, all of them required."""
     positional: bool = False
@@ -265,16 +281,16 @@ class Row:
 
     @property
     def form(self) -> Form:
-        """How it is written: alone, with a number, or with arguments."""
+        """How it is written: alone, with a value, or with arguments."""
         if self.args:
             return "args"
-        return "number" if self.number else "bare"
+        return "value" if self.takes else "bare"
 
     @property
     def needed(self) -> str:
         """How it must be written, for messages."""
-        if self.number:
-            return f"`{self.name}=` and {self.number}"
+        if self.takes:
+            return f"`{self.name}=` and {self.takes}"
         if self.args:
             keys = ", ".join(f"{key}=..." for key in self.args)
             return f"`{self.name}({keys})` with " + ", ".join(f"{key} {range_}" for key, range_ in self.args.items())
@@ -298,19 +314,19 @@ def _row(
     meaning: str,
     planned: Traits | None = None,
     *,
-    number: Range | None = None,
+    takes: Range | Name | None = None,
     args: dict[str, Range] | None = None,
     positional: bool = False,
     numerics: bool = False,
 ) -> Row:
-    """A row from its example: the name is what stands before the number or the brackets."""
+    """A row from its example: the name is what stands before the value or the brackets."""
     name = example.split("(", maxsplit=1)[0] if kind == "wire" else re.split(r"[=(]", example)[0]
     return Row(
         name=name,
         kind=kind,
         meaning=meaning,
         example=example,
-        number=number,
+        takes=takes,
         args=args or {},
         positional=positional,
         numerics=numerics,
@@ -346,17 +362,18 @@ _ROWS = (
     _row("sync", "groups(every=8)", "groups step together and average with each other now and then", ALONE, args=EVERY),
     _row("precision", "bf16", "compute in bfloat16, keep parameters in float32", numerics=True),
     _row("precision", "fp16", "compute in float16 with a loss scale, keep parameters in float32", numerics=True),
-    _row("number", "accumulate=4", "loader batches per optimizer step", number=COUNT, numerics=True),
-    _row("number", "micro=8", "rows per micro-batch", PLAIN, number=COUNT),
-    _row("number", "batch=256", "rows per loader batch over all ranks", number=COUNT, numerics=True),
-    _row("number", "clip=1.0", "largest norm of the global gradient", number=POSITIVE, numerics=True),
+    _row("number", "accumulate=4", "loader batches per optimizer step", takes=COUNT, numerics=True),
+    _row("number", "micro=8", "rows per micro-batch", PLAIN, takes=COUNT),
+    _row("number", "batch=256", "rows per loader batch over all ranks", takes=COUNT, numerics=True),
+    _row("number", "clip=1.0", "largest norm of the global gradient", takes=POSITIVE, numerics=True),
     _row("memory", "recompute", "compute activations again in backward rather than keep them", numerics=True),
+    _row("memory", "block=Layer", "the class of the modules that zero3 gathers and recompute recomputes", takes=Name()),
     _row("memory", "offload", "keep optimizer state in host memory", Traits(places="device")),
     _row("memory", "share", "keep parameters once per host", Traits(places="host", accepts=("flat",))),
-    _row("split", "tensor=2", "ranks that divide each layer", PLAIN, number=COUNT),
-    _row("split", "pipeline=4", "ranks that divide the layers into stages", PLAIN, number=COUNT),
-    _row("split", "context=2", "ranks that divide each sequence", PLAIN, number=COUNT),
-    _row("split", "replicate=2", "replicas of the model", PLAIN, number=COUNT),
+    _row("split", "tensor=2", "ranks that divide each layer", PLAIN, takes=COUNT),
+    _row("split", "pipeline=4", "ranks that divide the layers into stages", PLAIN, takes=COUNT),
+    _row("split", "context=2", "ranks that divide each sequence", PLAIN, takes=COUNT),
+    _row("split", "replicate=2", "replicas of the model", PLAIN, takes=COUNT),
     _row("wire", "wire=bf16", "exchange in bfloat16", PLAIN),
     _row("wire", "wire=fp16", "exchange in float16", PLAIN),
     _row("wire", "wire=int8", "exchange in 8-bit integers with a scale per block", PLAIN),

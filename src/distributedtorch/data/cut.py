@@ -103,6 +103,10 @@ def _is_array(value: Any) -> bool:
 
 def _slice(array: Any, span: range, total: int, reverse: bool) -> Any:
     """Rows `span` of `array`, or of `array` reversed."""
+    if isinstance(array, torch.Tensor) and array.layout != torch.strided:
+        numbers = [total - 1 - row for row in span] if reverse else list(span)
+        piece = array.to_sparse_coo().index_select(0, torch.tensor(numbers, device=array.device))
+        return piece.to_sparse(layout=array.layout)
     if not reverse:
         return array[span.start : span.stop]
     piece = array[total - span.stop : total - span.start]

@@ -24,6 +24,11 @@ _TWICE = explain(
     "one gradient per parameter and backward",
     "use torch.utils.checkpoint with use_reentrant=False",
 )
+_SPARSE = explain(
+    "a parameter got a sparse gradient, but is the weight of no module that says so",
+    "nn.Embedding(..., sparse=True) or nn.EmbeddingBag(..., sparse=True)",
+    "use such a module for the table, or sparse=False in torch.nn.functional.embedding",
+)
 
 
 class Cell:
@@ -101,6 +106,8 @@ class Collect:
     def ready(self, index: int, *, again: bool) -> None:
         """Take parameter `index`'s gradient, and send the buckets that are full now."""
         param = self.params[index]
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise UsageError(_SPARSE)
         if again and self._sent(index):
             raise UsageError(_TWICE)
         if self.keep:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distributedtorch.core.bucket import lay_out
 from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.plan import Traits
-from distributedtorch.core.step import Sync
+from distributedtorch.core.sync import Sync
 from distributedtorch.sync.collect import Cell, Collect
 
 TRAITS = Traits(lockstep=True, owns="none", places="rank")
@@ -86,10 +86,8 @@ class Ddp(Sync):
         return step()
 
     def bytes_held(self) -> dict[str, int]:
-        states = self.optimizer.state.values() if self.optimizer else ()
-        tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
         return {
             "parameters": sum(p.numel() * p.element_size() for p in self.params),
             "gradients": sum(b.numel() * b.element_size() for b in self.collect.buffers()),
-            "optimizer": sum(t.numel() * t.element_size() for t in tensors),
+            "optimizer": self.bytes_of_state(),
         }

@@ -110,8 +110,7 @@ class Unit:
 
     def written(self) -> None:
         """All ranks have written the same to it: keep this rank's range of that."""
-        self.own = self.arrive()[self.range].clone()
-        self.memory.pull.replace(self.number, self.own)
+        self.own = self.memory.pull.replace(self.number, self.arrive()[self.range])
 
     def drop(self) -> None:
         """Give its memory back, unless somebody looks at it."""

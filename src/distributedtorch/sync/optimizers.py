@@ -13,7 +13,6 @@ differ, and works on whole parameters."""
 
 REFUSED = {
     "LBFGS": "its line search calls the model again and needs the gradient of all parameters at once",
-    "SparseAdam": "sparse gradients are not exchanged yet",
 }
 
 

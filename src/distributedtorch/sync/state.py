@@ -1,9 +1,10 @@
-"""Optimizer state, whole for the user and divided on the ranks."""
+"""Optimizer state, whole for the user and divided on the ranks; the optimizer's step on what a rank owns."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,33 @@ from torch import Tensor, nn
 
 from distributedtorch.core.comm import Comm
 from distributedtorch.sync.gradient import Held
+
+
+def step_on(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], mine: dict[int, Tensor], step: Callable[[], Any]
+) -> Any:
+    """Run the optimizer's own `step` with `params` replaced by what this rank owns; others of its parameters stay.
+
+    `mine` has a tensor with a gradient for every number of a parameter that this rank updates.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    theirs = [group["params"] for group in groups]
+    place = {id(param): index for index, param in enumerate(params)}
+    swapped: defaultdict[Tensor, Any] = defaultdict(dict)
+    swapped.update({key: value for key, value in state.items() if id(key) not in place})
+    swapped.update({mine[i]: state[p] for i, p in enumerate(params) if i in mine and p in state})
+    try:
+        for group, given in zip(groups, theirs, strict=True):
+            stays = [p for p in given if place.get(id(p), -1) in mine or id(p) not in place]
+            group["params"] = [mine[place[id(p)]] if id(p) in place else p for p in stays]
+        optimizer.state = swapped
+        return step()
+    finally:
+        for group, given in zip(groups, theirs, strict=True):
+            group["params"] = given
+        back = {id(piece): params[index] for index, piece in mine.items()}
+        state.update({back.get(id(key), key): value for key, value in swapped.items()})
+        optimizer.state = state
 
 
 def divide_state(
@@ -54,7 +82,7 @@ def _kind(value: Any, held: Held, whole: bool) -> list[Any]:
     if not isinstance(value, Tensor):
         return ["plain", value]
     dtype = str(value.dtype).removeprefix("torch.")
-    divided = not whole and value.dim() == 1 and value.shape == held.local.shape
+    divided = not whole and value.shape == held.local.shape
     return ["piece" if divided else "tensor", dtype, list(value.shape), str(value.device.type)]
 
 
@@ -70,11 +98,11 @@ def _whole(key: str, card: list[Any], mine: dict[str, Any], held: Held, owner: i
         return value
     flat = torch.empty(held.slot.numel, dtype=dtype, device=device)
     if key in mine:
-        flat[held.bounds[comm.rank] : held.bounds[comm.rank + 1]] = mine[key]
+        flat[held.bounds[comm.rank] : held.bounds[comm.rank + 1]] = mine[key].flatten()
     comm.all_gather(name, flat, held.bounds).wait()
     return flat.as_strided(held.slot.shape, held.slot.stride)
 
 
 def _piece(value: Any, held: Held) -> Any:
     same = isinstance(value, Tensor) and value.dim() > 0 and value.shape == held.slot.shape
-    return held.mine(value).clone() if same else value
+    return held.mine(value).clone().view(held.local.shape) if same else value

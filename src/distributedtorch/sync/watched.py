@@ -224,6 +224,9 @@ class _Saved(NamedTuple):
     stride: tuple[int, ...]
     offset: int | torch.SymInt
     edition: int
+    copied: nn.Parameter | None
+    """Where it lies not in the parameter's memory but in a copy of that in another type (autocast): of which one."""
+    dtype: torch.dtype
 
 
 def _pack(tensor: Tensor) -> Tensor | _Saved:
@@ -234,9 +237,22 @@ def _pack(tensor: Tensor) -> Tensor | _Saved:
             unit = AT.get(tensor.untyped_storage()._cdata)
         except (RuntimeError, NotImplementedError):  # tensors without memory of their own (vmap)
             return tensor
-        if unit is None or tensor.dtype != unit.own.dtype or tensor.is_conj() or tensor.is_neg():
+        copied = _copied(tensor) if unit is None else None
+        unit = unit or ((copied is not None and _UNITS.get(id(copied))) or None)
+        if unit is None or tensor.is_conj() or tensor.is_neg() or (copied is None and tensor.dtype != unit.own.dtype):
             return tensor
-        return _Saved(unit, tensor.shape, tensor.stride(), tensor.storage_offset(), unit.edition)
+        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return _Saved(unit, size, stride, offset, unit.edition, copied, tensor.dtype)
+
+
+def _copied(tensor: Tensor) -> nn.Parameter | None:
+    """The divided parameter of which a tensor is, or looks at, a copy in another type."""
+    made = (tensor._base if tensor._base is not None else tensor).grad_fn
+    if made is None or made.name() != "ToCopyBackward0":
+        return None
+    source = getattr(made.next_functions[0][0], "variable", None)
+    same = source is not None and id(source) in _UNITS and tensor.device == source.device
+    return source if same else None
 
 
 def _unpack(saved: Tensor | _Saved) -> Tensor:
@@ -246,7 +262,11 @@ def _unpack(saved: Tensor | _Saved) -> Tensor:
     if unit.edition != saved.edition:
         raise RuntimeError(_CHANGED.format(unit.memory.names[id(unit.params[0])]))
     unit.memory.take(unit, "saved")
-    return unit.arrive().as_strided(saved.size, saved.stride, saved.offset)
+    flat = unit.arrive()
+    if saved.copied is not None:
+        number = next(k for k, param in enumerate(unit.params) if param is saved.copied)
+        flat = unit.slab.slots[number].view(flat).to(saved.dtype)
+    return flat.as_strided(saved.size, saved.stride, saved.offset)
 
 
 _CHANGED = (

@@ -16,7 +16,6 @@ itself does not.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,11 +25,11 @@ from torch import Tensor, nn
 from distributedtorch.core.bucket import Slab, Slot
 from distributedtorch.core.comm import Pending
 from distributedtorch.core.plan import Traits
-from distributedtorch.core.step import Sync
+from distributedtorch.core.sync import Sync
 from distributedtorch.sync.collect import Cell, Collect
 from distributedtorch.sync.gradient import DividedGrad, Held
 from distributedtorch.sync.memory import Memory
-from distributedtorch.sync.state import divide_state, gather_state
+from distributedtorch.sync.state import divide_state, gather_state, step_on
 
 _HELD_HERE = 2  # by the list, and by the question
 TRAITS = Traits(lockstep=True, owns="flat", places="rank")
@@ -40,6 +39,7 @@ class Zero(Sync):
     """Replicas that divide the optimizer's work and state."""
 
     optimizer: torch.optim.Optimizer
+    divided = True
 
     def __init__(
         self,
@@ -212,35 +212,14 @@ class Zero(Sync):
 
     def update(self, step: Callable[[], Any]) -> Any:
         self.memory.fence()
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
         mine = self._pieces()
-        theirs, state = [group["params"] for group in groups], optimizer.state
-        place = {id(param): index for index, param in enumerate(self.params)}
-        swapped: defaultdict[Tensor, Any] = defaultdict(dict)
-        swapped.update({key: value for key, value in state.items() if not isinstance(key, Tensor)})
-        swapped.update({mine[i]: state[p] for i, p in enumerate(self.params) if i in mine and p in state})
         try:
-            for group, params in zip(groups, theirs, strict=True):
-                group["params"] = [mine[place[id(p)]] for p in params if place.get(id(p)) in mine]
-            optimizer.state = swapped
-            result = step()
+            result = step_on(self.optimizer, self.params, mine, step)
         finally:
-            for group, params in zip(groups, theirs, strict=True):
-                group["params"] = params
-            self._put_back(mine, swapped, state)
+            for index, piece in mine.items():
+                piece.grad = DividedGrad(self.held[index]) if piece is self.params[index] else None
         self.memory.agree()
         return result
-
-    def _put_back(self, mine: dict[int, Tensor], swapped: dict[Tensor, Any], state: Any) -> None:
-        for index, piece in mine.items():
-            if piece in swapped:
-                state[self.params[index]] = swapped[piece]
-            if piece is not self.params[index]:
-                piece.grad = None
-            else:
-                piece.grad = DividedGrad(self.held[index])
-        state.update({key: value for key, value in swapped.items() if not isinstance(key, Tensor)})
-        self.optimizer.state = state
 
     def _pieces(self) -> dict[int, Tensor]:
         """What this rank updates, with gradients: pieces of memory, or whole parameters."""
@@ -260,24 +239,18 @@ class Zero(Sync):
             out[slot.index] = piece
         return out
 
-    def whole_state(self) -> dict[Tensor, dict[str, Any]]:
-        """The optimizer's state as one process would hold it. A group call."""
-        whole: dict[Tensor, dict[str, Any]] = defaultdict(dict, self.optimizer.state)
-        for param, state in gather_state(self.optimizer, self.params, self.held, self.comm, whole=self.whole).items():
-            whole[param] = state
-        return whole
+    def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return gather_state(self.optimizer, self.params, self.held, self.comm, whole=self.whole)
 
     def take_state(self) -> None:
-        """Keep of a whole state just loaded what this rank owns."""
         divide_state(self.optimizer, self.params, self.held, whole=self.whole)
 
     def bytes_held(self) -> dict[str, int]:
-        tensors = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
         grads = [*self.collect.buffers(), *self.shards]
         return {
             "parameters": self.memory.bytes_held(),
             "gradients": sum(b.numel() * b.element_size() for b in grads),
-            "optimizer": sum(t.numel() * t.element_size() for t in tensors),
+            "optimizer": self.bytes_of_state(),
         }
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -124,18 +125,18 @@ class Recorder:
             if member.touched and member.closing:
                 self.gradient |= self._gradients(member)
 
-    def _stepped(self, member: Member) -> None:
+    def _stepped(self, members: Sequence[Member]) -> None:
         if self.complete:
             raise SystemExit(0)
-        optimizer = getattr(member.sync, "optimizer", None)
-        names = [self.names[id(param)] for param in member.sync.params]
+        optimizer = members[0].sync.optimizer
+        names = [self.names[id(param)] for member in members for param in member.sync.params]
         self._write(
             step=self.loop.steps,
             lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group] if optimizer else [],
             losses=self.losses,
             rows=self.rows,
             gradient={name: self.gradient[name] for name in names if name in self.gradient},
-            used=self._gradients(member),
+            used={name: sketched for member in members for name, sketched in self._gradients(member).items()},
             state=self._sketches(),
         )
         self.rows, self.losses, self.gradient = [], [], {}
@@ -198,12 +199,10 @@ def _plain(array: Any) -> Any:
     """A numpy array of the same bytes."""
     if not isinstance(array, Tensor):
         return array
-    host = array.detach().cpu().contiguous()
+    host = (array if array.layout == torch.strided else array.to_dense()).detach().cpu().contiguous()
     return host.numpy() if host.dtype.is_floating_point and host.element_size() >= 4 else _bytes(host)
 
 
 def _bytes(host: Tensor) -> Any:
     """Types that numpy does not have (bfloat16) go as bytes."""
-    import torch
-
     return host.reshape(len(host), -1).contiguous().view(torch.uint8).numpy() if len(host) else host.float().numpy()

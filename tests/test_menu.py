@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distributedtorch import recipes
+from distributedtorch import menu, recipes
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.words import WORDS
 
@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 def dtorch_plan(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    recipes.add_arguments(parser)
-    return recipes.run(parser.parse_args(arguments))
+    menu.add_arguments(parser)
+    return menu.act(parser.parse_args(arguments))
 
 
 @pytest.fixture(autouse=True)
@@ -26,21 +26,25 @@ def _no_plan_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DISTRIBUTEDTORCH_PLAN", raising=False)
 
 
+def test_every_sync_on_the_menu_can_be_made() -> None:
+    assert {name for name in menu.MENU if WORDS[name].kind == "sync"} == set(recipes.SYNCS)
+
+
 def test_traits_are_stated_once() -> None:
     """By the menu for what is built, by the vocabulary for what is only planned."""
     for name, row in WORDS.items():
-        assert (name in recipes.MENU) == (row.planned is None), name
+        assert (name in menu.MENU) == (row.planned is None), name
 
 
 def test_pairs_are_complete() -> None:
-    assert [pair[:2] for pair in recipes.pairs()] == list(combinations(WORDS, 2))
+    assert [pair[:2] for pair in menu.pairs()] == list(combinations(WORDS, 2))
     allowed = ("works (", "refused: ", "not built yet")
-    assert all(verdict.startswith(allowed) for _, _, verdict in recipes.pairs())
+    assert all(verdict.startswith(allowed) for _, _, verdict in menu.pairs())
 
 
 def test_pairs_agree_with_check() -> None:
     """A pair that works is accepted; one that is refused, or not built, is not."""
-    for left, right, verdict in recipes.pairs():
+    for left, right, verdict in menu.pairs():
         plan = Plan.parse(f"{WORDS[left].example},{WORDS[right].example}")
         found = plan.faults()
         assert verdict.startswith("works") == (not found), (left, right, found)
@@ -50,24 +54,24 @@ def test_pairs_agree_with_check() -> None:
 
 @pytest.mark.parametrize("pair", [("ddp", "zero1"), ("bf16", "fp16"), ("share", "ddp"), ("zero1", "wire=topk")])
 def test_refused_pairs(pair: tuple[str, str]) -> None:
-    verdict = next(verdict for left, right, verdict in recipes.pairs() if {left, right} == set(pair))
+    verdict = next(verdict for left, right, verdict in menu.pairs() if {left, right} == set(pair))
     assert verdict.startswith("refused: ")
 
 
 def test_named_pair_test_exists() -> None:
-    assert recipes.PAIR_TEST is None or (ROOT / recipes.PAIR_TEST.split("::")[0]).exists()
+    assert menu.PAIR_TEST is None or (ROOT / menu.PAIR_TEST.split("::")[0]).exists()
 
 
 def test_page_is_up_to_date() -> None:
     stored = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
-    assert stored == recipes.page(), "run: python -m distributedtorch.recipes > docs/plans.md"
+    assert stored == menu.page(), "run: python -m distributedtorch.menu > docs/plans.md"
 
 
 def test_command_shows_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert dtorch_plan(" clip=1,zero2, accumulate=4", "--workers", "4") == 0
     shown = capsys.readouterr().out
     assert shown.startswith("plan: zero2,accumulate=4,clip=1.0\n")
-    assert recipes.MENU["zero2"].holds in shown and recipes.MENU["zero2"].travels in shown
+    assert menu.MENU["zero2"].holds in shown and menu.MENU["zero2"].travels in shown
     assert "N = 4 ranks, so (N-1)/N = 0.75" in shown and "k = 4" in shown
 
 

@@ -1,0 +1,112 @@
+"""The contract of a sync: how the replicas of one optimizer's parameters agree. Final classes live in `sync/`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What one optimizer trains: what a sync is made for."""
+
+    params: list[nn.Parameter]
+    names: list[str]
+    optimizer: torch.optim.Optimizer
+    models: list[nn.Module]
+    """Where the parameters are used."""
+    name: str
+    """Tells this optimizer's exchanges from those of others."""
+    block: str | None = None
+    """The class of the modules that the plan calls blocks."""
+
+
+class Sync(ABC):
+    """How the replicas of one optimizer's parameters agree."""
+
+    params: list[nn.Parameter]
+    names: list[str]
+    optimizer: torch.optim.Optimizer | None
+    eager: bool = False
+    """Whether it exchanges at every backward, also inside a window of several batches."""
+    divided: bool = False
+    """Whether each rank has a part of the optimizer's state only."""
+
+    @property
+    @abstractmethod
+    def filled(self) -> list[bool]:
+        """Which parameters have gradients of earlier backwards that were not exchanged and are not shown."""
+
+    windowed: bool = False
+    """Whether steps are made of windows of several batches (`accumulate`)."""
+    scale: float
+    """What the sum over ranks is multiplied by, set by the loop before the first `ready` of a backward."""
+    root: float = 1.0
+    """What backward started from (the loss scale), set by the loop before `begin`; `scale` takes it out again."""
+
+    @abstractmethod
+    def begin(self, *, exchange: bool, hide: bool) -> None:
+        """Before a backward: leave `p.grad` so that autograd may write. `hide`: no gradient shown afterwards."""
+
+    @abstractmethod
+    def ready(self, index: int, *, again: bool) -> None:
+        """Autograd has finished parameter `index`'s gradient in this backward; `again`: not for the first time."""
+
+    @abstractmethod
+    def hold(self) -> None:
+        """Send nothing more before the end of this backward: gradients may come in several parts."""
+
+    @abstractmethod
+    def launch_rest(self) -> None:
+        """After a backward: begin the exchanges that wait for gradients that never came."""
+
+    @abstractmethod
+    def finish(self, used: Sequence[bool]) -> None:
+        """Complete the exchanges; `used[i]`: some rank has a gradient for parameter i."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """After a backward that no rank's gradients of this sync came from: show again what `begin` put away."""
+
+    @abstractmethod
+    def wipe(self, index: int) -> None:
+        """Make parameter `index`'s gradient that was not exchanged yet zero."""
+
+    @abstractmethod
+    def assigned(self) -> bool:
+        """Whether some `p.grad` is a tensor the user put there."""
+
+    @abstractmethod
+    def update(self, step: Callable[[], Any]) -> Any:
+        """Run the optimizer's own `step` on what this rank owns, then make all ranks agree."""
+
+    def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The optimizer's state of these parameters as one process would hold it. A group call where divided."""
+        assert self.optimizer is not None
+        return {param: self.optimizer.state[param] for param in self.params if param in self.optimizer.state}
+
+    def take_state(self) -> None:
+        """Keep of a whole state just loaded what this rank owns: all of it, unless divided."""
+        return
+
+    def bytes_of_state(self) -> int:
+        """Bytes of the optimizer's state of these parameters on this rank."""
+        states = [self.optimizer.state[p] for p in self.params if p in self.optimizer.state] if self.optimizer else []
+        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return sum(bytes_of(tensor) for tensor in tensors)
+
+    @abstractmethod
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state on this rank now."""
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's values, and of a sparse one's numbers of rows."""
+    if tensor.is_sparse:
+        return bytes_of(tensor._indices()) + bytes_of(tensor._values())
+    return tensor.numel() * tensor.element_size()

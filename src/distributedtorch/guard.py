@@ -1,0 +1,60 @@
+"""What a loop may do beside its plan that would be wrong in silence: refused in words."""
+
+from __future__ import annotations
+
+from math import isnan
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.plan import Plan
+from distributedtorch.core.world import World
+from distributedtorch.decide import Plateau, agreed, number
+
+
+def stand(plan: Plan, world: World) -> None:
+    """Watch for what a loop may do beside the plan that would be wrong in silence."""
+    if world.size > 1:
+        _one_metric(world)
+    if plan.clip is not None:
+        _one_clip(plan, world)
+
+
+def _one_clip(plan: Plan, world: World) -> None:
+    """Refuse torch's clip_grad_norm_ in a loop whose plan clips already."""
+    within, name = torch.nn.utils.clip_grad, "_clip_grads_with_norm_"  # what every import of clip_grad_norm_ calls
+    original = getattr(within, name, None)
+    if original is None:
+        return
+
+    def refuse(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        mine = {id(p) for member in world.loop.members for p in member.sync.params}
+        if any(id(p) in mine for p in given):
+            do = "take clip_grad_norm_ out of the loop, or clip= out of the plan"
+            raise UsageError(explain(f"clip_grad_norm_ under a plan with clip={plan.clip:g}", "one of the two", do))
+        return original(given, *args, **kwargs)
+
+    setattr(within, name, refuse)
+    world.undo.append(lambda: setattr(within, name, original))
+
+
+def _one_metric(world: World) -> None:
+    """See that a plateau scheduler that was not given judges the same number on all ranks."""
+    original = ReduceLROnPlateau.step
+
+    def step(self: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        trained = any(member.sync.optimizer is self.optimizer for member in world.loop.members)
+        if trained and not isinstance(self, Plateau) and "step" not in vars(self):
+            mine = number(metrics, "plateau")
+            if agreed(mine, "plateau") != mine and not isnan(mine):
+                given = f"a ReduceLROnPlateau of a distributed optimizer judges {mine:g} here, and others elsewhere"
+                do = "give the scheduler to dt.distribute (it then judges the mean), or pass dt.mean(loss)"
+                raise UsageError(explain(given, "one number on all ranks: learning rates would drift apart", do))
+        original(self, metrics, *args, **kwargs)
+
+    ReduceLROnPlateau.step = step  # type: ignore[method-assign,assignment]
+    world.undo.append(lambda: setattr(ReduceLROnPlateau, "step", original))

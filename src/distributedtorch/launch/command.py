@@ -1,0 +1,28 @@
+"""`dtorch run`: a script in several processes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from distributedtorch.core.plan import Plan
+from distributedtorch.launch.supervise import supervise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many processes")
+    parser.add_argument("--plan", metavar="P", help='the strategy, say "zero2,bf16"; goes before what the call says')
+    parser.add_argument("--port", type=int, metavar="PORT", help="where they meet on loopback (default: a free one)")
+    parser.add_argument("-m", dest="module", action="store_true", help="the next word is a module, as in python -m")
+    parser.add_argument("script", help="the script to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def act(arguments: argparse.Namespace) -> int:
+    """Start the processes, see them through, and give the exit code."""
+    if arguments.plan is not None:
+        Plan.parse(arguments.plan).check(arguments.workers)
+    command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
+    script = None if arguments.module else arguments.script
+    return supervise(command, arguments.workers, plan=arguments.plan, script=script, port=arguments.port)
