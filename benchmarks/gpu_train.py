@@ -44,7 +44,8 @@ def build(variant: str, layers: int, width: int) -> tuple[Callable[[torch.Tensor
         return forward, optimizer
     import distributedtorch as dt
 
-    model, optimizer = dt.distribute(model, optimizer, plan=f"{variant},bf16")
+    plan = variant if "fp8" in variant else f"{variant},bf16"
+    model, optimizer = dt.distribute(model, optimizer, plan=plan)
     return torch.compile(model), optimizer
 
 
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--variants", nargs="*", default=["plain", "ddp", "zero3", "plain", "ddp", "zero3"])
+    parser.add_argument("--variants", nargs="*", default=["plain", "ddp", "zero3", "ddp,fp8", "plain", "ddp"])
     given = parser.parse_args()
     rows = []
     for variant in given.variants:

@@ -199,6 +199,7 @@ for x, y in loader:
         "torch.amp.GradScaler('cpu').scale(F.cross_entropy(model(data[:][0]), data[:][1])).backward()",
         ("GradScaler", "out of the plan"),
     ),
+    Bad("fp8 without such a GPU", "dt.distribute(model, plan='fp8')", ("compute capability 8.9", "bf16 instead")),
     Bad("two precisions", "dt.distribute(model, plan='bf16,fp16')", ("bf16", "fp16")),
     Bad(
         "a meta model without an initialiser",

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from distributedtorch.core.blocks import blocks_in
@@ -23,10 +22,10 @@ from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.override import override
 from distributedtorch.core.plan import Plan
-from distributedtorch.core.scale import LossScale, total_norm
+from distributedtorch.core.scale import total_norm
 from distributedtorch.core.step import Member
 from distributedtorch.core.sync import Sync, Trained
-from distributedtorch.core.world import World, accelerator
+from distributedtorch.core.world import World
 from distributedtorch.decide import NO_METRIC, Plateau, agreed
 from distributedtorch.launch import record
 from distributedtorch.sync.ddp import Ddp
@@ -75,45 +74,6 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     if any(sync.divided for sync in syncs):
         world.undo += _whole_state(given, syncs)
         world.undo.append(lambda: _make_plain(given, syncs))
-
-
-def precision(models: list[nn.Module], dtype: torch.dtype, plan: Plan, world: World) -> None:
-    """Compute forwards in `dtype` where that is safe (autocast); parameters, gradients and outputs stay float32."""
-    kind = accelerator()
-    keep = plan.sync != "zero3" or world.size == 1
-    """Whether autocast may keep the copies it makes of parameters to the end of the forward."""
-
-    def narrow(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(kind, dtype, cache_enabled=keep):
-                return tree_map(_widened, forward(*args, **kwargs))
-
-        return cast
-
-    for model in models:
-        wide = [(n, p.dtype) for n, p in model.named_parameters() if p.is_floating_point() and p.dtype != torch.float32]
-        if wide:
-            given = f"parameter {wide[0][0]!r} is {wide[0][1]} under a plan that computes in {dtype}"
-            do = "model.float() before dt.distribute, or leave the word out of the plan"
-            raise UsageError(explain(given, "parameters in torch.float32: they are kept so, and updated so", do))
-        world.undo.append(override(model, "forward", narrow(model.forward)))
-    if dtype == torch.float16 and world.loop.loss_scale is None:
-        world.loop.loss_scale = LossScale(world.comm)
-    scale = torch.amp.GradScaler.scale
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_enabled():
-            return scale(self, *args, **kwargs)
-        do = "take the GradScaler out of the loop (or GradScaler(enabled=False)), or bf16 and fp16 out of the plan"
-        raise UsageError(explain(f"a GradScaler under a plan that computes in {dtype}", "one of the two", do))
-
-    torch.amp.GradScaler.scale = refuse  # type: ignore[method-assign,assignment]
-    world.undo.append(lambda: setattr(torch.amp.GradScaler, "scale", scale))
-
-
-def _widened(value: Any) -> Any:
-    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if narrow else value
 
 
 def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> None:

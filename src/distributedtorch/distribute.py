@@ -6,9 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from distributedtorch import attach, filling, guard, inspect, recipes, report, saving
+from distributedtorch import attach, filling, guard, inspect, precision, recipes, report, saving
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.blocks import blocks_in
 from distributedtorch.core.errors import LaunchError, explain
@@ -67,6 +65,7 @@ def distribute(
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size)
     blocks_in([*RUN.models, *given.models], effective.block)
+    precision.check(given.models, effective)
     fill = _filling(given, weights)
     if world.size == 1 and not effective.numerics().words and not verify_record.wanted():
         fill(world, "ddp")
@@ -175,8 +174,7 @@ def _attach(
         world.undo += attach.recompute(given.models, plan.block)
     if RUN.plan is None:
         guard.stand(plan, world)
-    if plan.precision is not None:
-        attach.precision(given.models, _DTYPES[plan.precision], plan, world)
+    precision.attach(given.models, plan, world)
     early = plan.sync != "zero3" or not many
     if early:
         fill(world, plan.sync)
@@ -203,7 +201,6 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
             attach.frozen(given.models, plan, world, recipes.divide)
 
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Fill = Callable[[World, str], None]
 
 

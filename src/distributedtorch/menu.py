@@ -58,6 +58,12 @@ MENU: dict[str, Recipe] = {
         holds="parameters, gradients and optimizer state in float32 as without it; activations in float16",
         travels="as without it, and one number per step: whether all gradients are finite",
     ),
+    "fp8": Recipe(
+        traits=Traits(),
+        summary="As bf16, with the products of linear layers in 8-bit floats; refused where the GPU has none.",
+        holds="parameters, gradients and optimizer state in float32 as without it; activations in bfloat16",
+        travels=UNCHANGED,
+    ),
     "accumulate": Recipe(
         traits=Traits(needs_lockstep=True),
         summary="k loader batches make one optimizer step.",

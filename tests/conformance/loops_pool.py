@@ -31,12 +31,12 @@ def main(done: Path, names: list[str]) -> None:
     torch.set_default_dtype(torch.float64)
     for name in names or LOOPS:
         torch.manual_seed(1)
-        truth = state(LOOPS[name](lambda *objects, words="": objects)) if dt.is_main() else {}
+        truth = state(LOOPS[name](lambda *objects, words="": objects))
         for plan in plans:
             torch.manual_seed(1)
             sent = {k: t.count for k, t in here().comm.traffic.items()}
             found = state(LOOPS[name](lambda *objects, words="", plan=plan: dt.distribute(*objects, plan=plan + words)))
-            gap, where = difference(truth, found) if dt.is_main() else (0.0, "")
+            gap, where = difference(truth, found)
             counts = {k: t.count - sent.get(k, 0) for k, t in here().comm.traffic.items()}
             row = {"loop": name, "plan": plan, "difference": gap, "where": where, "counts": counts}
             if dt.is_main():

@@ -114,9 +114,9 @@ class Plan:
         return self._name_of_kind("sync") or DEFAULT_SYNC
 
     @property
-    def precision(self) -> Literal["bf16", "fp16"] | None:
+    def precision(self) -> Literal["bf16", "fp16", "fp8"] | None:
         """The type to compute in, None for the model's own."""
-        return cast(Literal["bf16", "fp16"] | None, self._name_of_kind("precision"))
+        return cast(Literal["bf16", "fp16", "fp8"] | None, self._name_of_kind("precision"))
 
     @property
     def accumulate(self) -> int:

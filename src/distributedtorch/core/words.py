@@ -362,6 +362,7 @@ _ROWS = (
     _row("sync", "groups(every=8)", "groups step together and average with each other now and then", ALONE, args=EVERY),
     _row("precision", "bf16", "compute in bfloat16, keep parameters in float32", numerics=True),
     _row("precision", "fp16", "compute in float16 with a loss scale, keep parameters in float32", numerics=True),
+    _row("precision", "fp8", "bf16, with the products of linear layers in 8-bit floats", numerics=True),
     _row("number", "accumulate=4", "loader batches per optimizer step", takes=COUNT, numerics=True),
     _row("number", "micro=8", "rows per micro-batch", PLAIN, takes=COUNT),
     _row("number", "batch=256", "rows per loader batch over all ranks", takes=COUNT, numerics=True),

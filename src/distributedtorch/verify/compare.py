@@ -85,6 +85,8 @@ class Runs:
     def floor(self) -> float:
         """What kernels may differ by on fewer rows, relative to what they compute."""
         types = {kind.dtype for kind in self.truth.kinds.values() if kind.trained} | {self.precision}
+        if "fp8" in types:
+            return 6e-2
         if types & {"bfloat16", "bf16", "float16", "fp16"}:
             return 4e-3
         return 1e-9 if types <= {"float64", "complex128", None} else 1e-5
