@@ -185,6 +185,16 @@ for x, y in loader:
         workers=2,
     ),
     Bad(
+        "a sparse gradient edited on one rank",
+        "model = nn.Embedding(9, 2, sparse=True)\n"
+        "dt.distribute(model, optimizer := torch.optim.SparseAdam(list(model.parameters())), plan='zero1')\n"
+        "model(torch.tensor([1, 2])).mean().backward()\n"
+        "model.weight.grad = None if rank else model.weight.grad\n"
+        "optimizer.step()",
+        ("'weight'", "rank 0 2, rank 1 0"),
+        workers=2,
+    ),
+    Bad(
         "a table that is used as a matrix too",
         "model = nn.Sequential(nn.Embedding(4, 2, sparse=True))\n"
         "dt.distribute(model, torch.optim.SGD(model.parameters()))\n"

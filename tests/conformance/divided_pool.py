@@ -127,6 +127,17 @@ def changes_on_one_rank_are_named() -> None:
         optimizer.step()
 
 
+def blocks_may_be_named() -> None:
+    truth = train(*built())
+    for name, together in (("Net", True), ("Linear", False)):
+        model, optimizer = dt.distribute(*built(), plan=f"zero3,block={name}")
+        assert gap(truth, train(model, optimizer)) <= 1e-9
+        units = {id(p): unit for unit in here().loop.members[0].sync.memory.units for p in unit.params}  # type: ignore[attr-defined]
+        one, two = units[id(model.blocks[1].one.weight)], units[id(model.blocks[1].two.weight)]
+        assert (two in one.mates) is together
+        release()
+
+
 class Shrinks(nn.Linear):
     """Changes its weight in its forward, in one of two ways."""
 
@@ -153,6 +164,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     meta_models_are_filled_from_a_file,
     compiled_whole_or_by_block,
     a_rank_holds_its_share,
+    blocks_may_be_named,
     changes_inside_a_forward_are_refused,
     changes_on_one_rank_are_named,
 )

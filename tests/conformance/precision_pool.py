@@ -17,7 +17,8 @@ from distributedtorch.distribute import release
 from tests.conformance.cases import PLANS
 from tests.conformance.loops import rows
 
-WORDS = ("bf16", "fp16", "fp16,accumulate=2,clip=0.5")
+OWN = "autocast in the loop"
+WORDS = ("bf16", "fp16", "fp16,accumulate=2,clip=0.5", OWN)
 PARTS = range(1, 5)
 """In how many backwards one process computes a batch: each part's gradient is rounded by itself, as on ranks."""
 OVERFLOW = "fp16 and an overflow"
@@ -36,12 +37,23 @@ class Burst(torch.autograd.Function):
         return grads[0] * (float("inf") if ctx.now else 1.0), None  # type: ignore[attr-defined]
 
 
+class Exact(nn.Linear):
+    """A layer that the user has taken out of autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            out = super().forward(x.float())
+        assert out.dtype == torch.float32
+        return out
+
+
 def train(plan: str, parts: int = 1, burst: bool = False) -> nn.Module:
     torch.manual_seed(1)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
-    model = nn.Sequential(*blocks, nn.Linear(8, 3))
+    model = nn.Sequential(*blocks, Exact(8, 3))
+    own = torch.autocast("cpu", torch.bfloat16, enabled=OWN in plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, data = dt.distribute(model, optimizer, rows(), plan=plan)
+    model, optimizer, data = dt.distribute(model, optimizer, rows(), plan=plan.removesuffix(f",{OWN}"))
     number = 0
     for _ in range(3):
         for x, y in data:
@@ -49,7 +61,8 @@ def train(plan: str, parts: int = 1, burst: bool = False) -> nn.Module:
             for some, right in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
                 if not len(some):
                     continue
-                out = model(some)
+                with own:
+                    out = model(some)
                 assert out.dtype == torch.float32
                 if burst:
                     out = Burst.apply(out, number == 4 and dt.rank() == dt.world() - 1)  # type: ignore[no-untyped-call]

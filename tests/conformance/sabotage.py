@@ -16,6 +16,7 @@ from distributedtorch.core import batches
 from distributedtorch.core.comm import Comm
 from distributedtorch.sync import batchnorm, optimizers
 from distributedtorch.sync.gradient import Held
+from distributedtorch.sync.sparse import Sparse
 
 
 def ranks_count_equally() -> None:
@@ -43,6 +44,10 @@ def gradients_stay_local() -> None:
     Comm._begin = wrong  # type: ignore[method-assign,assignment]
 
 
+def rows_stay_local() -> None:
+    Sparse._everywhere = lambda self, index, counts: self.local[index]  # type: ignore[method-assign,assignment,return-value]
+
+
 def batchnorm_stays_local() -> None:
     batchnorm.synchronise = lambda model, loop: None
 
@@ -61,6 +66,7 @@ SABOTAGES: dict[str, Callable[[], None]] = {
         ranks_count_equally,
         local_norms,
         gradients_stay_local,
+        rows_stay_local,
         batchnorm_stays_local,
         adafactor_on_pieces,
         decisions_stay_local,

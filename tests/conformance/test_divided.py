@@ -19,6 +19,12 @@ def test_divided_parameters_behave_as_whole_ones(world: int, tmp_path: Path) -> 
     run(world, tmp_path, "tests.conformance.divided_pool")
 
 
+@pytest.mark.timeout(120)
+def test_only_used_rows_of_a_table_travel_and_change(tmp_path: Path) -> None:
+    (tmp_path / "done.jsonl").touch()
+    run(3, tmp_path, "tests.conformance.sparse_pool")
+
+
 @pytest.mark.timeout(180)
 def test_hugging_face_models_end_as_in_one_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

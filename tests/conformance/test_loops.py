@@ -51,12 +51,13 @@ def test_loops_end_as_in_one_process(world: int, plans: tuple[str, ...], tmp_pat
         ("ranks_count_equally", "clip_by_value", "ddp"),
         ("local_norms", "clip_by_other_norms", "zero1"),
         ("gradients_stay_local", "l2_in_the_loss", "ddp"),
+        ("rows_stay_local", "tables_under_adagrad", "ddp"),
         ("decisions_stay_local", "plateau_on_local_losses", "zero1"),
     ],
 )
 def test_broken_builds_are_caught(sabotage: str, loop: str, plan: str, tmp_path: Path) -> None:
     pool = "tests.conformance.loops_pool"
-    rows = run(2, tmp_path, "tests.conformance.sabotage", sabotage, pool, "DONE", loop)
+    rows = run(2, tmp_path, "tests.conformance.sabotage", sabotage, pool, "DONE", f"plans={plan}", loop)
     assert [r for r in rows if r["plan"] == plan and r["difference"] > 1e-6]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from distributedtorch.core.bucket import Slot
 from distributedtorch.core.comm import Comm
-from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.gradient import Held
 from distributedtorch.sync.state import divide_state, gather_state, step_on
@@ -106,7 +106,9 @@ class Sparse(Alone):
         if not self.divided:
             return step()
         assert self.optimizer is not None
-        result = step_on(self.optimizer, self.params, self._pieces(), step)
+        pieces = self._pieces()
+        self._refuse_edits()
+        result = step_on(self.optimizer, self.params, pieces, step)
         for index, param in enumerate(self.params):
             if param.grad is not None:
                 self._agree(index, param)
@@ -127,6 +129,15 @@ class Sparse(Alone):
             piece.grad = _sparse(grad.indices()[0, first:last] - low, grad.values()[first:last], piece.shape).coalesce()
             out[index] = piece
         return out
+
+    def _refuse_edits(self) -> None:
+        """Refuse gradients that do not have the same rows everywhere: owners could not tell whom to send what."""
+        rows = [param.grad.coalesce().indices()[0].cpu() if param.grad is not None else None for param in self.params]
+        sums = [[-1, 0] if some is None else [len(some), int((some * 31 + 7).square().sum())] for some in rows]
+        everywhere = self.comm.exchange(f"rows to update/{self.name}", torch.tensor(sums))
+        for index, name in enumerate(self.names):
+            if bool((everywhere[:, index] != everywhere[0, index]).any()):
+                raise DesyncError(_uneven(name, everywhere[:, index, 0].tolist()))
 
     def _agree(self, index: int, param: nn.Parameter) -> None:
         """Give every rank the updated rows: all ranks know which these are."""
@@ -162,6 +173,15 @@ class Sparse(Alone):
 
 def _sparse(rows: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.sparse_coo_tensor(rows.unsqueeze(0), values, tuple(shape), check_invariants=False)
+
+
+def _uneven(name: str, counts: list[int]) -> str:
+    said = ", ".join(f"rank {rank} {max(count, 0)}" for rank, count in enumerate(counts))
+    return explain(
+        f"the sparse gradient of {name!r} does not have the same rows on all ranks ({said})",
+        "the same edits of p.grad on every rank",
+        "edit p.grad on all ranks or on none",
+    )
 
 
 def _dense(name: str) -> str:
