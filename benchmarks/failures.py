@@ -1,7 +1,7 @@
 """Failures on purpose: how long until everything has ended, was the right rank named, is any process left.
 
-`python benchmarks/failures.py [--times 20] [--only FAULT ...]` writes benchmarks/results/failures.json, fault by fault
-(about 20 minutes).
+`python benchmarks/failures.py [--times 20] [--plan zero1] [--only FAULT ...]` writes benchmarks/results/failures.json,
+fault by fault (about 20 minutes).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ fault, folder = sys.argv[1], Path(sys.argv[2])
 model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
 optimizer = torch.optim.AdamW(model.parameters())
 loader = DataLoader(TensorDataset(torch.randn(40000, 16), torch.randint(0, 4, (40000,))), batch_size=8, num_workers=1)
-model, optimizer, loader = dt.distribute(model, optimizer, loader, plan="zero1")
+model, optimizer, loader = dt.distribute(model, optimizer, loader, plan=sys.argv[3])
 for step, (x, y) in enumerate(loader):
     optimizer.zero_grad()
     F.cross_entropy(model(x), y).backward()
@@ -69,12 +69,12 @@ def left(marker: str) -> list[int]:
     return found
 
 
-def one(fault: str) -> dict[str, object]:
+def one(fault: str, plan: str) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as name:
         folder, marker = Path(name), uuid.uuid4().hex
         script = folder / "train.py"
         script.write_text(SCRIPT)
-        command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "3", str(script), fault, name]
+        command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "3", str(script), fault, name, plan]
         environ = {**os.environ, "MARKER": marker}
         job = subprocess.Popen(
             command, cwd=name, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -109,12 +109,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--plan", default="zero1")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     path, failed = ROOT / "benchmarks/results/failures.json", 0
     results = json.loads(path.read_text()) if path.exists() else {}
     for fault in given.only:
-        mine = [one(fault) for _ in range(given.times)]
+        mine = [one(fault, given.plan) for _ in range(given.times)]
         seconds = [float(str(row["seconds"])) for row in mine]
         bad = [r for r in mine if r["named"] is False or r["left"] or r["code"] == 0 or float(str(r["seconds"])) > 5]
         failed += len(bad)
@@ -129,7 +130,8 @@ def main() -> int:
         for row in bad:
             print(f"    {row}")
         kept = [{key: value for key, value in row.items() if key != "said"} for row in mine]  # it has paths in it
-        results[fault] = {"machine": machine(), "times": given.times, "failed": len(bad), "rows": kept}
+        named_so = fault if given.plan == "zero1" else f"{given.plan}: {fault}"
+        results[named_so] = {"machine": machine(), "times": given.times, "failed": len(bad), "rows": kept}
         path.write_text(json.dumps(results, indent=1))
     return failed
 

@@ -210,6 +210,24 @@ for x, y in loader:
         ("GradScaler", "out of the plan"),
     ),
     Bad("fp8 without such a GPU", "dt.distribute(model, plan='fp8')", ("compute capability 8.9", "bf16 instead")),
+    Bad(
+        "a GradScaler in windows",
+        "dt.distribute(model, optimizer, plan='accumulate=2')\n"
+        "torch.amp.GradScaler('cpu').scale(F.cross_entropy(model(data[:][0]), data[:][1])).backward()",
+        ("GradScaler", "accumulate=2 out of the plan"),
+    ),
+    *(
+        Bad(
+            f"a flat buffer of gradients under {plan}",
+            f"dt.distribute(model, optimizer, plan='{plan}')\n"
+            "buffer = torch.zeros(16)\n"
+            "model[1].weight.grad = buffer.view(2, 8)\n"
+            "F.cross_entropy(model(data[:][0]), data[:][1]).backward()",
+            ("view of a larger tensor", "leave p.grad"),
+            workers=2,
+        )
+        for plan in ("ddp", "zero2")
+    ),
     Bad("two precisions", "dt.distribute(model, plan='bf16,fp16')", ("bf16", "fp16")),
     Bad(
         "a meta model without an initialiser",

@@ -18,9 +18,12 @@ The map of the package:
 """
 
 import sys as _sys
-from os.path import basename as _basename
+from os.path import dirname as _dirname
+from os.path import join as _join
 
-_command = _sys.orig_argv[1:3] == ["-m", "distributedtorch"] or _basename((*_sys.argv, "")[0]) == "dtorch"
+_command = _sys.orig_argv[1:3] == ["-m", "distributedtorch"] or _sys.argv[:1] == [
+    _join(_dirname(_sys.executable), "dtorch")
+]
 if not _command:  # `dtorch` needs none of this, nor the two seconds that torch takes
     from distributedtorch import menu as _menu  # tells core.plan what is built
     from distributedtorch.core.errors import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from distributedtorch import attach, filling, guard, inspect, precision, recipes, report, saving
 from distributedtorch.core.batches import Rows
-from distributedtorch.core.blocks import blocks_in
+from distributedtorch.core.blocks import check_named
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.core.plan import Plan, resolve, sources
 from distributedtorch.core.world import World, here
@@ -64,7 +64,7 @@ def distribute(
     effective.check(world.size, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size)
-    blocks_in([*RUN.models, *given.models], effective.block)
+    check_named([*RUN.models, *given.models], effective.block)
     precision.check(given.models, effective)
     fill = _filling(given, weights)
     if world.size == 1 and not effective.numerics().words and not verify_record.wanted():

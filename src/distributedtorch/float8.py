@@ -43,12 +43,13 @@ def attach(models: list[nn.Module]) -> list[Callable[[], None]]:
 
 
 def _layers(model: nn.Module) -> list[nn.Linear]:
-    linear = [module for module in model.modules() if type(module) is nn.Linear]
+    linear = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
     return [layer for layer in linear if layer.in_features % _UNIT == 0 == layer.out_features % _UNIT]
 
 
 def _forward(self: nn.Linear, x: Tensor) -> Tensor:
-    if not torch.is_autocast_enabled(x.device.type):  # somebody has switched it off for this part
+    off = not torch.is_autocast_enabled(x.device.type)  # somebody has switched it off for this part
+    if off or x.dim() < 2 or not x.numel():
         return F.linear(x, self.weight, self.bias)
     out: Tensor = _Product.apply(x.to(torch.bfloat16), self.weight)  # type: ignore[no-untyped-call]
     return out if self.bias is None else out + self.bias.to(out.dtype)
@@ -85,7 +86,7 @@ _Scaled = tuple[Tensor, Tensor]
 def _rounded(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> _Scaled:
     most = torch.finfo(dtype).max
     scale = (tensor.abs().amax().float() / most).clamp(min=1e-12)
-    return (tensor / scale).clamp(-most, most).to(dtype), scale
+    return (tensor / scale).clamp(-most, most).to(dtype).contiguous(), scale
 
 
 def _multiply(left: _Scaled, right: _Scaled, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,8 @@ def stand(plan: Plan, world: World) -> None:
         _one_metric(world)
     if plan.clip is not None:
         _one_clip(plan, world)
+    if plan.precision is not None or plan.accumulate > 1:
+        _one_scale(plan, world)
 
 
 def _one_clip(plan: Plan, world: World) -> None:
@@ -30,16 +32,32 @@ def _one_clip(plan: Plan, world: World) -> None:
     if original is None:
         return
 
-    def refuse(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def refuse(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if float(max_norm) == float("inf"):  # only to know the norm
+            return original(given, max_norm, *args, **kwargs)
         mine = {id(p) for member in world.loop.members for p in member.sync.params}
         if any(id(p) in mine for p in given):
             do = "take clip_grad_norm_ out of the loop, or clip= out of the plan"
             raise UsageError(explain(f"clip_grad_norm_ under a plan with clip={plan.clip:g}", "one of the two", do))
-        return original(given, *args, **kwargs)
+        return original(given, max_norm, *args, **kwargs)
 
     setattr(within, name, refuse)
     world.undo.append(lambda: setattr(within, name, original))
+
+
+def _one_scale(plan: Plan, world: World) -> None:
+    """Refuse a GradScaler where the plan has a loss scale, needs none, or leaves out steps it would have to see."""
+    scale, word = torch.amp.GradScaler.scale, plan.precision or f"accumulate={plan.accumulate}"
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled():
+            return scale(self, *args, **kwargs)
+        do = f"take the GradScaler out of the loop (fp16 in the plan has a loss scale), or {word} out of the plan"
+        raise UsageError(explain(f"a GradScaler under a plan with {word}", "one of the two", do))
+
+    torch.amp.GradScaler.scale = refuse  # type: ignore[method-assign,assignment]
+    world.undo.append(lambda: setattr(torch.amp.GradScaler, "scale", scale))
 
 
 def _one_metric(world: World) -> None:

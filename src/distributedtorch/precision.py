@@ -50,7 +50,6 @@ def attach(models: list[nn.Module], plan: Plan, world: World) -> None:
     world.undo += [override(model, "forward", _narrow(model.forward, dtype, keep)) for model in models]
     if plan.precision == "fp16" and world.loop.loss_scale is None:
         world.loop.loss_scale = LossScale(world.comm)
-    _one_scale(plan, world)
 
 
 def _narrow(forward: Callable[..., Any], dtype: torch.dtype, keep: bool) -> Callable[..., Any]:
@@ -66,17 +65,3 @@ def _narrow(forward: Callable[..., Any], dtype: torch.dtype, keep: bool) -> Call
 def _widened(value: Any) -> Any:
     narrow = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if narrow else value
-
-
-def _one_scale(plan: Plan, world: World) -> None:
-    """Refuse a GradScaler in the loop: the plan has a loss scale, or needs none."""
-    scale = torch.amp.GradScaler.scale
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_enabled():
-            return scale(self, *args, **kwargs)
-        do = f"take the GradScaler out of the loop (or GradScaler(enabled=False)), or {plan.precision} out of the plan"
-        raise UsageError(explain(f"a GradScaler under a plan with {plan.precision}", "one of the two", do))
-
-    torch.amp.GradScaler.scale = refuse  # type: ignore[method-assign,assignment]
-    world.undo.append(lambda: setattr(torch.amp.GradScaler, "scale", scale))

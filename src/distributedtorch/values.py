@@ -84,7 +84,7 @@ def _over_ranks(x: Number, factor: float, divisor: float, name: str) -> Number:
 def weight(loss: Tensor, n: float | Tensor) -> Tensor:
     """Say that `loss` is a mean over `n` units (tokens) on this rank, so that the global mean is exact."""
     loop, comm = here().loop, here().comm
-    units = float(n)
+    units = 0.0 if loop.idle and float(n) >= 0 else float(n)  # a rank without rows has a repeated one
     if units < 0 or loss.numel() != 1:
         given = f"dt.weight of a loss of shape {tuple(loss.shape)} with n={units:g}"
         raise UsageError(explain(given, "one number and n >= 0", "take the mean first; pass the number of units"))

@@ -779,3 +779,41 @@ def the_first_weight_changed_through_data(distribute: Distribute) -> Any:
         opt.step()
         opt.zero_grad()
     return model
+
+
+@loop
+def tokens_weighted_with_ranks_without_rows(distribute: Distribute) -> Any:
+    model = net()
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows(n=21, batch=4))
+    plain = "step" not in vars(opt)
+    for _ in range(2):
+        for x, y in data:
+            counted = (x[:, 0] > 0).double() + 1
+            loss = (F.mse_loss(model(x), y, reduction="none").mean(1) * counted).sum() / counted.sum()
+            (loss if plain else dt.weight(loss, counted.sum())).backward()
+            opt.step()
+            opt.zero_grad()
+    return model
+
+
+class Rounded(nn.Linear):
+    """A layer that computes with a copy of its weight that it changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.weight.to(x.dtype, copy=True)
+        with torch.no_grad():
+            other.copy_((other * 8).round() / 8)
+        return F.linear(x, other, self.bias)
+
+
+@loop
+def copies_of_weights_that_are_changed(distribute: Distribute) -> Any:
+    model = nn.Sequential(Rounded(8, 8), nn.Tanh(), Rounded(8, 8), nn.Tanh(), Rounded(8, 3)).to(DEVICE)
+    opt = adam(model)
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return model

@@ -188,3 +188,37 @@ def whole_sparse_batches(distribute: Distribute) -> Any:
             opt.step()
             opt.zero_grad()
     return model
+
+
+@loop
+def tables_in_windows_unused_at_first(distribute: Distribute) -> Any:
+    return in_turns(distribute, 0)
+
+
+@loop
+def tables_in_windows_unused_at_last(distribute: Distribute) -> Any:
+    return in_turns(distribute, 1)
+
+
+def in_turns(distribute: Distribute, without: int) -> Any:
+    """Windows of two batches of which one uses neither the table nor the second optimizer's head; nothing zeroed."""
+    model = nn.ModuleList([nn.Embedding(ROWS, 6, sparse=True), nn.Linear(6, 2), nn.Linear(6, 2)]).to(DEVICE)
+    opts: list[Any] = [torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)]
+    opts.append(torch.optim.SGD(model[2].parameters(), lr=0.1))
+    model, *opts, data = distribute(model, *opts, texts(), words=",accumulate=2")
+    by_hand = "step" not in vars(opts[0])
+    batches = list(data) if by_hand else data
+    for number, (ids, y) in enumerate(batches):
+        first = number // 2 * 2
+        window = batches[first : first + 2] if by_hand else []  # type: ignore[index]
+        part = len(ids) / sum(len(x) for x, _ in window) if window else 1.0
+        used = number % 2 != without
+        x = model[0](ids).mean(1) if used else torch.ones(len(ids), 6, device=DEVICE)
+        (part * F.mse_loss(model[1](x) + (model[2](x) if used else 0.0), y)).backward()
+        if by_hand and number + 1 < first + len(window):
+            continue
+        for opt in opts:
+            opt.step()
+        if number in (1, 3, 4):  # the ends of windows
+            opts[number % 3 != 1].zero_grad()
+    return model

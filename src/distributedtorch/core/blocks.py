@@ -15,15 +15,20 @@ def blocks_in(models: Sequence[nn.Module], named: str | None) -> list[nn.Module]
     """The blocks of all models: the outermost modules of the class `named`, or those that `blocks_of` finds."""
     if named is None:
         return [block for model in models for block in blocks_of(model)]
+    modules = {id(module): module for model in models for module in model.modules()}
+    found = [module for module in modules.values() if type(module).__name__ == named]
+    inner = {id(m) for block in found for m in block.modules() if m is not block}
+    return [block for block in found if id(block) not in inner]
+
+
+def check_named(models: Sequence[nn.Module], named: str | None) -> None:
+    """Refuse the name of a class that no module has."""
     modules = [module for model in models for module in model.modules()]
-    found = [module for module in modules if type(module).__name__ == named]
-    if not found:
+    if named is not None and not any(type(module).__name__ == named for module in modules):
         kinds = sorted({type(m).__name__ for m in modules if any(True for _ in m.parameters())})
         near = difflib.get_close_matches(named, kinds, n=1)
         do = f"write `block={near[0]}`" if near else "name one of these, or leave `block=` out"
         raise PlanError(explain(f"`block={named}`, but no module has that class", f"one of {', '.join(kinds)}", do))
-    inner = {id(m) for block in found for m in block.modules() if m is not block}
-    return [block for block in found if id(block) not in inner]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -40,7 +40,9 @@ class Member:
         self.calls = 0
         """Times the user called `step` in the present window."""
         self.units: list[float] = []
-        """Rows (units) of each batch of the present window."""
+        """Rows (units) of each batch of the present window, also of those that gave this member no gradient."""
+        self.counted = -1
+        """The last batch of the window that did give it one."""
         self.weight = 1.0
         self.closing = True
         """Whether the present batch ends the window, so that `step` is to act."""
@@ -92,6 +94,7 @@ class Loop:
         self.steps += 1
         for member in members:
             member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
+            member.counted = -1
             member.seen = [False] * len(member.seen)
             member.window.stepped()
         for observe in self.after_step:
@@ -228,6 +231,7 @@ class Loop:
             member.touched = False
             member.seen = [False] * len(member.seen)
             member.closing = member.calls + 1 >= member.accumulate or bool(rows and rows.last)
+            self._count(member)
             member.weight = share * self.present_units / member.units[0] if member.units else share
             self._stand_down(member)
             member.window.begin()
@@ -238,11 +242,18 @@ class Loop:
         if any(member.weight != 1.0 for member in self.members):
             self._weigh_parameters()
 
+    def _count(self, member: Member) -> None:
+        """A window grows by the present batch, whether or not that will give this member a gradient."""
+        if member.accumulate > 1:
+            while len(member.units) <= member.calls:
+                member.units.append(self.present_units)
+            if member.counted < member.calls:
+                member.units[member.calls] = self.present_units
+
     def _touch(self, member: Member) -> None:
-        """The first gradient of this backward for this member: its window grows by the present batch."""
+        """The first gradient of this backward for this member."""
         member.touched = member.touched_since_step = True
-        if member.accumulate > 1 and len(member.units) <= member.calls:
-            member.units.append(self.present_units)
+        member.counted = member.calls
         window = member.units[0] / sum(member.units) if member.units else 1.0
         member.sync.scale = window / self.comm.world / member.sync.root
 
@@ -330,7 +341,7 @@ class Loop:
         if not member.window.open:
             return
         member.window.open = False
-        member.exchanging, member.touched = True, any(member.sync.filled)
+        member.exchanging, member.touched = True, member.sync.pending
         member.sync.begin(exchange=True, hide=False)
         member.seen = [False] * len(member.seen)
         if member.touched:

@@ -42,6 +42,11 @@ class Sync(ABC):
     def filled(self) -> list[bool]:
         """Which parameters have gradients of earlier backwards that were not exchanged and are not shown."""
 
+    @property
+    def pending(self) -> bool:
+        """Whether a window that is still open has given gradients that are not shown."""
+        return any(self.filled)
+
     windowed: bool = False
     """Whether steps are made of windows of several batches (`accumulate`)."""
     scale: float

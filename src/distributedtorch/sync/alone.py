@@ -41,10 +41,14 @@ class Alone(Sync):
     def filled(self) -> list[bool]:
         return [False] * len(self.params)
 
+    @property
+    def pending(self) -> bool:
+        return self.open and any(grad is not None for grad in self.inside)
+
     def begin(self, *, exchange: bool, hide: bool) -> None:
         self.hide = hide
-        for index, param in enumerate(self.params if self.apart else ()):
-            if param.grad is not None:
+        for index, param in enumerate(self.params):
+            if self.apart and param.grad is not None:
                 self.before[index], param.grad = param.grad, None
             elif not self.open:
                 self.before[index] = None
@@ -86,13 +90,13 @@ class Alone(Sync):
             new, before = self.inside[index], self.before[index]
             if new is not None and factor != 1.0:
                 new = new.mul_(factor)
-            param.grad = before if new is None else new if before is None else before + new
+            param.grad = before if new is None else new if before is None else _sum(before, new)
         self.inside, self.before = [None] * len(self.params), [None] * len(self.params)
 
     def restore(self) -> None:
         for index, before in enumerate(self.before):
             if before is not None and not self.open:
-                self.params[index].grad = before
+                self.params[index].grad, self.before[index] = before, None
 
     def wipe(self, index: int) -> None:
         raise AssertionError("what is exchanged at every backward leaves nothing to wipe")
@@ -110,3 +114,8 @@ class Alone(Sync):
             "gradients": sum(bytes_of(param.grad) for param in self.params if param.grad is not None),
             "optimizer": self.bytes_of_state(),
         }
+
+
+def _sum(before: Tensor, new: Tensor) -> Tensor:
+    """In the memory of the earlier gradient, as autograd does it: that may be the user's."""
+    return before + new if before.is_sparse or new.is_sparse else before.add_(new)

@@ -84,11 +84,13 @@ class Collect:
         self.filled = [False] * len(params)
         """Whether a slab holds gradients of earlier batches of the window that `p.grad` does not show."""
         self.scaled = [False] * len(params)
-        self.shown: set[int] = set()
-        """Parameters whose slab holds an exchanged gradient that `p.grad` showed before this backward."""
+        self.aside: dict[int, Tensor] = {}
+        """Exchanged gradients that `p.grad` showed before this window: what it gives is added to them."""
         self.next = 0
         self.travelling: deque[Cell] = deque()
         self.exchange, self.hide, self.held = True, False, False
+        self.hidden = False
+        """Whether a window is open: earlier backwards gave gradients that are not shown."""
         self.scale = 1.0
         self.apart = False
         """Whether a window's factor makes old and new gradients scale differently (`accumulate`)."""
@@ -129,9 +131,7 @@ class Collect:
         grad, view = param.grad, self.views[index]
         assert grad is not None
         scale = self.scale if self.exchange and not self.held else 1.0
-        if index in self.shown and not self.filled[index]:
-            view.mul_(1.0 / self.comm.world if scale != 1.0 or self.exchange else 1.0).add_(grad, alpha=scale)
-        elif grad is not view and not self.filled[index]:
+        if grad is not view and not self.filled[index]:
             torch.mul(grad, scale, out=view) if scale != 1.0 else view.copy_(grad)
         else:
             if grad is not view:
@@ -145,25 +145,28 @@ class Collect:
     def _let_go(self) -> None:
         """Where the user still holds a gradient that was zeroed to None, leave it to him with memory of its own."""
         for index, param in enumerate(self.params):
-            if param.grad is None and sys.getrefcount(self.views[index]) > _HELD_HERE:
+            if param.grad is not None and param.grad is not self.views[index]:
+                refuse_buffer(param.grad, self.flats)
+            elif param.grad is None and sys.getrefcount(self.views[index]) > _HELD_HERE:
                 view = self.views[index]
                 view.data = view.clone()
                 self.views[index] = self._view(index)
 
     def put_away(self) -> None:
         """Take shown gradients out of autograd's way where old and new ones are scaled differently."""
-        self.shown.clear()
-        if self.apart:
-            for index, param in enumerate(self.params):
-                if param.grad is self.views[index]:
-                    self.shown.add(index)
-                    param.grad = None
+        if not self.hidden:
+            self.aside.clear()
+        for index, param in enumerate(self.params if self.apart else ()):
+            if param.grad is self.views[index]:
+                self.aside[index] = self.views[index].clone()
+                param.grad = None
 
-    def show(self) -> None:
-        """Show again what `put_away` took."""
-        for index in self.shown:
-            self.params[index].grad = self.views[index]
-        self.shown.clear()
+    def show(self, *, add: bool) -> None:
+        """Show again what `put_away` took, with what has come since or as it was."""
+        for index, before in self.aside.items():
+            view = self.views[index]
+            self.params[index].grad = view.add_(before) if add else view.copy_(before)
+        self.aside.clear()
 
     def _pass(self, index: int, param: nn.Parameter, *, again: bool) -> None:
         grad = param.grad
@@ -215,9 +218,7 @@ class Collect:
     def _scale(self, index: int, param: nn.Parameter) -> None:
         """Scale what stands in the slab from before, or make it zero where nothing does."""
         view = self.views[index]
-        if index in self.shown:
-            view.mul_(1.0 / self.comm.world)
-        elif param.grad is not view and not self.filled[index]:
+        if param.grad is not view and not self.filled[index]:
             view.zero_()
         elif self.scale != 1.0:
             view.mul_(self.scale)
@@ -254,6 +255,15 @@ class Collect:
     def buffers(self) -> Iterator[Tensor]:
         """The memory kept between backwards."""
         yield from self.flats
+
+
+def refuse_buffer(grad: Tensor, ours: Sequence[Tensor] = ()) -> None:
+    """Refuse a gradient that looks into a larger tensor of the user's: what is exchanged would not be seen there."""
+    base = grad._base
+    if base is not None and not any(base is flat for flat in ours):
+        given = "p.grad is a view of a larger tensor (a flat buffer of gradients)"
+        needed = "gradients of their own: those of all ranks could not be put into that tensor unseen"
+        raise UsageError(explain(given, needed, "leave p.grad to backward(), and read the global gradients from it"))
 
 
 def storage_order(grad: Tensor, slot: Slot) -> Tensor:

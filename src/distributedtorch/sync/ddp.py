@@ -65,16 +65,18 @@ class Ddp(Sync):
     def finish(self, used: Sequence[bool]) -> None:
         collect = self.collect
         collect.land()
+        collect.hidden = collect.hide
         if collect.hide:
             return
-        collect.show()
+        collect.show(add=True)
         for index, param in enumerate(self.params):
             if param.grad is None and (used[index] or collect.filled[index]):
                 param.grad = collect.views[index]
         collect.filled = [False] * len(self.params)
 
     def restore(self) -> None:
-        self.collect.show()
+        if not self.collect.hidden:
+            self.collect.show(add=False)
 
     def wipe(self, index: int) -> None:
         self.collect.views[index].zero_()

@@ -138,6 +138,7 @@ def watch(memory: Divided, models: Sequence[nn.Module], blocks: Sequence[nn.Modu
             _become(nn.Parameter, unit)
             for param in unit.params:
                 _UNITS.pop(id(param), None)
+                _seen.discard(id(param))
         memory.release()
 
     return undo
@@ -246,13 +247,33 @@ def _pack(tensor: Tensor) -> Tensor | _Saved:
 
 
 def _copied(tensor: Tensor) -> nn.Parameter | None:
-    """The divided parameter of which a tensor is, or looks at, a copy in another type."""
-    made = (tensor._base if tensor._base is not None else tensor).grad_fn
-    if made is None or made.name() != "ToCopyBackward0":
+    """The divided parameter of which a tensor is, or looks at, a copy that autocast has made."""
+    if tensor.dtype not in _NARROW or not torch.is_autocast_enabled(tensor.device.type):
+        return None
+    copy = tensor._base if tensor._base is not None else tensor
+    made = copy.grad_fn
+    if made is None or made.name() != "ToCopyBackward0" or copy._version:  # changed since
         return None
     source = getattr(made.next_functions[0][0], "variable", None)
-    same = source is not None and id(source) in _UNITS and tensor.device == source.device
-    return source if same else None
+    if source is None or id(source) not in _UNITS or copy.storage_offset():
+        return None
+    same = copy.dtype == tensor.dtype and copy.device == source.device and copy.stride() == source.stride()
+    return source if same and _is_cast(copy, source) else None
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+_seen: set[int] = set()
+"""Parameters whose copies have been compared: `data` hides changes from torch's own count of them."""
+
+
+def _is_cast(copy: Tensor, source: nn.Parameter) -> bool:
+    """Whether a copy has the parameter's values; looked at once for each parameter."""
+    if id(source) in _seen:
+        return True
+    if not torch.equal(copy.detach(), source.detach().to(copy.dtype)):
+        return False
+    _seen.add(id(source))
+    return True
 
 
 def _unpack(saved: Tensor | _Saved) -> Tensor:

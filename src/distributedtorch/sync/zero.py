@@ -26,7 +26,7 @@ from distributedtorch.core.bucket import Slab, Slot
 from distributedtorch.core.comm import Pending
 from distributedtorch.core.plan import Traits
 from distributedtorch.core.sync import Sync
-from distributedtorch.sync.collect import Cell, Collect
+from distributedtorch.sync.collect import Cell, Collect, refuse_buffer
 from distributedtorch.sync.gradient import DividedGrad, Held
 from distributedtorch.sync.memory import Memory
 from distributedtorch.sync.state import divide_state, gather_state, step_on
@@ -90,6 +90,10 @@ class Zero(Sync):
     def filled(self) -> list[bool]:
         return self.collect.filled
 
+    @property
+    def pending(self) -> bool:
+        return any(self.content) if self.eager and self.collect.hidden else any(self.filled)
+
     def begin(self, *, exchange: bool, hide: bool) -> None:
         self.put_away = []
         for index, param in enumerate(self.params):
@@ -99,19 +103,20 @@ class Zero(Sync):
                 param.grad = None
                 self.put_away.append(index)
                 self.content[index] = True
-            elif grad is None and sys.getrefcount(self.held[index]) > _HELD_HERE and not self.collect.hide:
+            elif grad is None and sys.getrefcount(self.held[index]) > _HELD_HERE and not self.collect.hidden:
                 self._let_go(index)
                 self.content[index] = False
-            elif grad is None and not (self.collect.hide and (self.eager or self.collect.filled[index])):
+            elif grad is None and not (self.collect.hidden and (self.eager or self.collect.filled[index])):
                 self.content[index] = False
                 self.kept.pop(index, None)
             elif grad is not None:
+                refuse_buffer(grad, self.collect.flats)
                 self.held[index].local.copy_(self.held[index].mine(grad))
                 self.held[index].square = None
                 param.grad = None
                 self.put_away.append(index)
                 self.content[index] = True
-        if not self.eager and not self.collect.hide:
+        if not self.collect.hidden and (not self.eager or self.windowed):
             self._keep_aside()
         if any(self.content):
             self._window(1.0)
@@ -126,8 +131,13 @@ class Zero(Sync):
         old.local = old.local.clone()
 
     def _keep_aside(self) -> None:
-        """Stage 1: pieces lie in the memory the next gradients are collected in, so save those to be added to."""
+        """Save what a window's gradients are to be added to: they are scaled by themselves.
+
+        Stage 1 at every backward: its pieces lie in the memory that the next gradients are collected in.
+        """
         self.kept = {index: self.held[index].local.clone() for index, has in enumerate(self.content) if has}
+        if self.eager:
+            self.content = [False] * len(self.params)
 
     def ready(self, index: int, *, again: bool) -> None:
         self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.world / self.root
@@ -170,11 +180,14 @@ class Zero(Sync):
         collect = self.collect
         collect.land()
         shown = [flag or has or more for flag, has, more in zip(used, self.content, collect.filled, strict=True)]
+        collect.hidden = collect.hide
         if collect.hide:
             self.content = shown if self.eager else self.content
             return
+        self._window(self.scale * self.comm.world * self.root if self.eager else 1.0)
         for index, aside in self.kept.items():
             self.held[index].local.add_(aside)
+            shown[index] = True
         self.kept = {}
         self._show(shown)
 
@@ -186,7 +199,6 @@ class Zero(Sync):
             self.window = factor
 
     def _show(self, shown: list[bool]) -> None:
-        self._window(self.scale * self.comm.world * self.root if self.eager else 1.0)
         self.collect.filled = [False] * len(self.params)
         squares = torch.stack([torch.linalg.vector_norm(held.local) for held in self.held]).double().square()
         if self.comm.world > 1:
@@ -201,7 +213,7 @@ class Zero(Sync):
         for index in self.put_away:
             self.params[index].grad = DividedGrad(self.held[index])
         self.put_away = []
-        if not self.collect.hide:
+        if not self.collect.hidden:
             self.kept = {}
 
     def wipe(self, index: int) -> None:
