@@ -29,6 +29,7 @@ import torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 import distributedtorch as dt
 fault, folder = sys.argv[1], Path(sys.argv[2])
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
 optimizer = torch.optim.AdamW(model.parameters())
 loader = DataLoader(TensorDataset(torch.randn(40000, 16), torch.randint(0, 4, (40000,))), batch_size=8, num_workers=1)

@@ -159,6 +159,24 @@ for x, y in loader:
         ("clip=1", "out of the loop"),
     ),
     Bad(
+        "a split drawn without a seed",
+        "dt.distribute(DataLoader(torch.utils.data.Subset(data, [rank, 2, 3]), batch_size=2))",
+        ("loader 0 samples", "torch.manual_seed(0)"),
+        workers=2,
+    ),
+    Bad(
+        "made-up data without a seed",
+        "dt.distribute(DataLoader(TensorDataset(torch.full((4, 2), 0.5 + rank)), batch_size=2))",
+        ("loader 0 samples", "torch.manual_seed(0)"),
+        workers=2,
+    ),
+    Bad(
+        "a tuple of numbers as a batch",
+        "for batch in dt.distribute([(0.5, 2)]): pass",
+        ("a tuple without tensors", "leading dimension"),
+        workers=2,
+    ),
+    Bad(
         "a plateau that every rank judges for itself",
         CALL + "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).step(0.5 + rank)",
         ("ReduceLROnPlateau", "give the scheduler to dt.distribute"),

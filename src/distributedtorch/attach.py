@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -217,6 +218,10 @@ def _make_plain(given: Optimizer, syncs: list[Sync]) -> None:
         if isinstance(param.grad, DividedGrad):
             param.grad.held.settle()
             param.grad = param.grad.held.full()
+
+
+MADE: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
+"""Schedulers that `dt.schedule` has made: they need not be given to `dt.distribute`."""
 
 
 def scheduler(given: LRScheduler, world: World) -> None:

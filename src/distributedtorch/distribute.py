@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from distributedtorch import attach, filling, guard, inspect, precision, recipes, report, saving
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.blocks import check_named
@@ -161,9 +163,7 @@ def _attach(
     if saving.carry_out_after_step not in loop.after_step:
         loop.after_step.append(saving.carry_out_after_step)
     many = world.size > 1
-    if RUN.stream is None and many:
-        RUN.stream = _one_stream(world)
-        RUN.restore.append(serve_all_loaders(RUN.stream))
+    seeded = _follow_seed(world) if many else False
     loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
     if many:
         inspect.same_everywhere(given, list(loaders.values()), plan, comm)
@@ -181,10 +181,11 @@ def _attach(
     _attach_parameters(given, plan, world)
     if not early:
         fill(world, plan.sync)
-    for scheduler in given.schedulers:
+    for scheduler in [*given.schedulers, *attach.MADE]:
         attach.scheduler(scheduler, world)
-    if many and RUN.plan is None:
+    if seeded:
         attach.own_randomness(world.rank)
+        RUN.seed = torch.initial_seed()
     verify_record.attach(loop, given.models)
     RUN.loaders += loaders.values()
     return _back([loaders.get(id(thing), thing) for thing in objects]), list(loaders.values())
@@ -232,11 +233,29 @@ def _back(objects: list[Any]) -> Any:
     return objects[0] if len(objects) == 1 else tuple(objects)
 
 
-def _one_stream(world: World) -> Stream:
-    """The order of data: rank 0's random state, for all ranks."""
-    stream = Stream()
-    stream.load_bytes(world.comm.bytes_of_all("data order", stream.state_bytes() if world.rank == 0 else b"")[0])
-    return stream
+def _follow_seed(world: World) -> bool:
+    """The order of data comes from rank 0's random state: at first, and where the script has set a seed since."""
+    anew = RUN.stream is None or RUN.seed != torch.initial_seed()
+    state = world.comm.bytes_of_all("data order", Stream().state_bytes() if anew and world.rank == 0 else b"")[0]
+    if not state:
+        return False
+    if RUN.stream is None:
+        RUN.stream = Stream()
+        RUN.restore += [serve_all_loaders(RUN.stream), _note_seeds()]
+    RUN.stream.load_bytes(state)
+    return True
+
+
+def _note_seeds() -> Callable[[], None]:
+    """Notice a seed that is set again to what it was. Result: undo."""
+    original = torch.manual_seed
+
+    def manual_seed(seed: Any) -> torch.Generator:
+        RUN.seed = None
+        return original(seed)
+
+    torch.manual_seed = manual_seed
+    return lambda: setattr(torch, "manual_seed", original)
 
 
 def _divided(loader: Any, plan: Plan, world: World) -> Loader:

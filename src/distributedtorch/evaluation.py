@@ -190,11 +190,11 @@ def _card(model: nn.Module, loader: Loader, names: list[str]) -> dict[str, Any]:
     card: dict[str, Any] = {f"loader {key}": value for key, value in loader.fingerprint().items()}
     card["metrics"] = names
     if here().size > 1:
-        kept = {id(parameter) for known in RUN.models for parameter in known.parameters()}
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in kept:
-                wide = parameter.detach().double()
-                card[f"sums of parameter {name}"] = [float(wide.sum()).hex(), float(wide.abs().sum()).hex()]
+        kept = {id(tensor) for known in RUN.models for tensor in [*known.parameters(), *known.buffers()]}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if id(tensor) not in kept:
+                wide = tensor.detach().double()
+                card[f"sums of {name}"] = [float(wide.sum()).hex(), float(wide.abs().sum()).hex()]
     return card
 
 

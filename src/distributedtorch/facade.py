@@ -116,6 +116,10 @@ class DistributedPyTorch:
         Raises:
             UsageError: Something cannot be distributed as given.
         """
+        for thing, kind, name in ((model, nn.Module, "model"), (optimizer, Optimizer, "optimizer")):
+            if not isinstance(thing, kind):
+                said = f"setup() with a {type(thing).__name__} as {name}"
+                raise UsageError(explain(said, "setup(model, optimizer, device)", "give them in this order"))
         if loader is not None:
             refuse_own_way(loader)
         for old in [setup for setup in _FACE.waiting if setup.model is model or setup.optimizer is optimizer]:

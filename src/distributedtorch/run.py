@@ -24,6 +24,8 @@ class Run:
     schedulers: list[LRScheduler] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
     stream: Stream | None = None
+    seed: int | None = None
+    """Torch's when `stream` was made; None where the script has set one since."""
     restore: list[Callable[[], None]] = field(default_factory=list)
     """What undoes the changes made to torch's own classes."""
 

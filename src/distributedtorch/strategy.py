@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.plan import Plan
+from distributedtorch.data.cut import arrays
 from distributedtorch.distribute import distribute
 from distributedtorch.values import barrier
 
@@ -99,8 +100,10 @@ class Strategy:
         if self._batches is None:
             do = "make the model and its optimizer inside `with strategy.scope():`"
             raise UsageError(explain("run() before scope()", "a model and an optimizer", do))
+        if next(arrays(tuple(args)), None) is None:
+            return step(*args)
         self._args.given = tuple(args)
-        return step(*next(iter(self._batches)) if args else ())
+        return step(*next(iter(self._batches)))
 
     def sync(self) -> None:
         """Return when every rank has come here: mirrored replicas agree after every step."""

@@ -817,3 +817,35 @@ def copies_of_weights_that_are_changed(distribute: Distribute) -> Any:
         opt.step()
         opt.zero_grad()
     return model
+
+
+@loop
+def seeds_set_again_for_every_run(distribute: Distribute) -> Any:
+    """As in cross-validation: the order of the second run's data is that of its own seed."""
+    kept = {}
+    for number, seed in enumerate((7, 8, 8)):
+        torch.manual_seed(seed)
+        model = net()
+        opt = adam(model)
+        model, opt, data = distribute(model, opt, rows(batch=3 + number))
+        for x, y in data:
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        kept |= {f"{number}.{name}": value.clone() for name, value in model.state_dict().items()}
+    return kept
+
+
+@loop
+def batches_of_lists(distribute: Distribute) -> Any:
+    """Fields that are lists, made into tensors in the loop."""
+    model = net()
+    opt = adam(model)
+    x = torch.randn(11, 8, generator=torch.Generator().manual_seed(4))
+    whole = [(part.tolist(), part[:, :3].tolist()) for part in x.split(4)]
+    model, opt, data = distribute(model, opt, whole)
+    for a, b in data:
+        F.mse_loss(model(torch.tensor(a).to(DEVICE)), torch.tensor(b).to(DEVICE)).backward()
+        opt.step()
+        opt.zero_grad()
+    return model

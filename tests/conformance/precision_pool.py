@@ -105,8 +105,8 @@ def keep(model: nn.Module, file: Path) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     if dt.world() > 1:
-        assert copies_left("zero2") > 0
-        assert copies_left("zero3") == 0
+        assert copies_left("zero2,bf16") > 0
+        assert copies_left("zero3,bf16") == 0
     for word in WORDS:
         for plan in PLANS if dt.world() > 1 else PLANS[:1]:
             for parts in PARTS if dt.world() == 1 and plan == "ddp" else PARTS[:1]:

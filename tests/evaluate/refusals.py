@@ -46,7 +46,7 @@ def empty() -> None:
 
 
 REFUSALS: dict[Callable[[], None], tuple[type[Exception], str]] = {
-    other_weights: (dt.DesyncError, "sums of parameter 0.weight"),
+    other_weights: (dt.DesyncError, "sums of 0.weight"),
     other_data: (dt.DesyncError, "dataset_length: rank 0 8, rank 1 9"),
     other_stream: (dt.DesyncError, "rank 0: 2, rank 1: 3"),
     other_metrics: (dt.DesyncError, "metrics: rank 0 ['right 0']"),

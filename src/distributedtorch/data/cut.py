@@ -28,15 +28,25 @@ def divide_batch(batch: Any, part: Part) -> tuple[int, int, Any]:
     if total == 0:
         return 0, 0, batch
     span = part.span(total)
-    piece = cut(batch, total, lambda array: _slice(array, span, total, part.reverse))
+
+    def take(array: Any) -> Any:
+        return _slice(array, span, total, part.reverse)
+
+    if _is_fields(batch):
+        parts = [take(field) for field in batch]
+        piece = type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+    else:
+        piece = cut(batch, total, take)
     return len(rows(total, part.world, part.rank)), total, piece
 
 
 def leading(batch: Any) -> int:
     """The rows of a batch: the leading dimension its tensors share."""
     found = {len(array) for array in arrays(batch)}
-    if not found and isinstance(batch, list | tuple):
+    if not found and isinstance(batch, list):
         return len(batch)
+    if _is_fields(batch):
+        return len(batch[0])
     if len(found) == 1:
         return found.pop()
     shapes = ", ".join(str(tuple(array.shape)) for array in arrays(batch))
@@ -49,6 +59,13 @@ def leading(batch: Any) -> int:
             "or yield batches whose tensors agree in their leading dimension",
         )
     )
+
+
+def _is_fields(batch: Any) -> bool:
+    """Whether a batch without tensors is a tuple of fields, each a list with one entry per row."""
+    if not isinstance(batch, tuple) or not batch or next(arrays(batch), None) is not None:
+        return False
+    return all(isinstance(field, list | tuple) for field in batch) and len({len(field) for field in batch}) == 1
 
 
 def arrays(batch: Any) -> Iterator[Any]:

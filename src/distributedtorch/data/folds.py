@@ -21,7 +21,8 @@ def folds(dataset: Dataset[Any], k: int, seed: int = 0) -> Iterator[tuple[Subset
     Every sample is in exactly one validation part; their sizes differ by at most one.
 
         results = []
-        for train, validation in dt.folds(data, k=5):
+        for number, (train, validation) in enumerate(dt.folds(data, k=5)):
+            torch.manual_seed(number)  # so that every fold is as in one process
             model, optimizer = build()
             loader = DataLoader(train, batch_size=32, shuffle=True)
             model, optimizer, loader = dt.distribute(model, optimizer, loader)

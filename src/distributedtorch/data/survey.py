@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterDataPipe, MapDataPipe
+from torch.utils.data import DataLoader, DistributedSampler, IterDataPipe, MapDataPipe, TensorDataset
 
 from distributedtorch.core.errors import UsageError, explain
 
@@ -76,6 +76,7 @@ def fingerprint(loader: Any, batch_global: int | None) -> dict[str, str | int]:
         "drop_last": str(getattr(loader if batches is None else batches, "drop_last", "")),
         "num_workers": int(getattr(loader, "num_workers", 0)),
         "generators": _generators(loader),
+        "samples": _samples(loader),
     }
 
 
@@ -135,6 +136,32 @@ def _length(thing: Any) -> int:
         return len(thing)
     except (TypeError, NotImplementedError):
         return -1
+
+
+def _samples(loader: Any) -> str:
+    """Digest of what says which samples there are, as far as that can be seen without loading one.
+
+    Indices of subsets and samplers, and some rows of tensors: an unseeded random_split draws others on every rank.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    datasets = list(_nested(getattr(loader, "dataset", None)))
+    for thing in [*datasets, *samplers(loader)]:
+        fields = vars(thing) if hasattr(thing, "__dict__") else {}
+        for name in ("indices", "weights"):
+            _digest(digest, fields.get(name))
+    for dataset in datasets:
+        for tensor in dataset.tensors if isinstance(dataset, TensorDataset) else ():
+            if len(tensor) and tensor.layout == torch.strided:
+                _digest(digest, tensor[[0, len(tensor) // 2, -1]])
+    return digest.hexdigest()
+
+
+def _digest(digest: Any, value: Any) -> None:
+    try:
+        tensor = torch.as_tensor(value).detach().cpu().contiguous()
+        digest.update(bytes(tensor.flatten().view(torch.uint8).numpy()) if tensor.numel() else b"")
+    except (TypeError, ValueError, RuntimeError):  # nothing, or nothing that is numbers
+        return
 
 
 def _generators(loader: Any) -> str:

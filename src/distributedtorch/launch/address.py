@@ -182,7 +182,7 @@ def _read(folder: Path, found: list[int]) -> bool:
 
 def _is_private(folder: Path) -> bool:
     status = os.stat(folder, follow_symlinks=False)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and status.st_mode & 0o077 == 0
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:

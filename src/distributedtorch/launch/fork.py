@@ -218,8 +218,9 @@ def _work(task: Task) -> NoReturn:
 def _leave_value(folder: Path, value: Any) -> None:
     try:
         plain.write(folder / _VALUE, value)
-    except TypeError as error:
-        (folder / _NOT_PLAIN).write_text(str(error))
+    except Exception as error:  # a finished run is not lost because its value cannot be written
+        (folder / _VALUE).unlink(missing_ok=True)
+        (folder / _NOT_PLAIN).write_text(str(error) if type(error) is TypeError else f"{type(error).__name__}: {error}")
 
 
 def _conclude(job: Job) -> Any:

@@ -6,7 +6,7 @@ Each rank holds a sum and a count (`Mean`), or its own samples' values (`Every`)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,9 @@ def length(value: Any) -> int | None:
     """How many rows a value has; None where it does not say."""
     if isinstance(value, Tensor):
         return len(value) if value.ndim else None
+    if isinstance(value, Mapping):
+        found = {length(item) for item in value.values()} - {None}
+        return found.pop() if len(found) == 1 else None
     return len(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else None
 
 

@@ -247,8 +247,8 @@ def _pack(tensor: Tensor) -> Tensor | _Saved:
 
 
 def _copied(tensor: Tensor) -> nn.Parameter | None:
-    """The divided parameter of which a tensor is, or looks at, a copy that autocast has made."""
-    if tensor.dtype not in _NARROW or not torch.is_autocast_enabled(tensor.device.type):
+    """The divided parameter of which a tensor is, or looks at, a copy in a narrower type (as autocast makes them)."""
+    if tensor.dtype not in _NARROW:
         return None
     copy = tensor._base if tensor._base is not None else tensor
     made = copy.grad_fn
