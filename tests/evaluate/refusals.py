@@ -20,6 +20,16 @@ def other_weights() -> None:
     dt.evaluate(model, LOADERS["plain"](8))
 
 
+def other_buffers() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(5)).double()
+    model[0].running_mean += dt.rank()  # type: ignore[operator]
+    dt.evaluate(model, LOADERS["plain"](8), {"first": lambda output, target: output[:, 0]})
+
+
+def other_samples() -> None:
+    dt.evaluate(network(), DataLoader(Subset(data(8), [dt.rank(), 5, 6]), batch_size=2))
+
+
 def other_data() -> None:
     dt.evaluate(network(), LOADERS["plain"](8 + dt.rank()))
 
@@ -47,6 +57,8 @@ def empty() -> None:
 
 REFUSALS: dict[Callable[[], None], tuple[type[Exception], str]] = {
     other_weights: (dt.DesyncError, "sums of 0.weight"),
+    other_buffers: (dt.DesyncError, "sums of 0.running_mean"),
+    other_samples: (dt.DesyncError, "loader samples"),
     other_data: (dt.DesyncError, "dataset_length: rank 0 8, rank 1 9"),
     other_stream: (dt.DesyncError, "rank 0: 2, rank 1: 3"),
     other_metrics: (dt.DesyncError, "metrics: rank 0 ['right 0']"),

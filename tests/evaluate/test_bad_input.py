@@ -123,3 +123,23 @@ def test_a_collection_is_taken() -> None:
     result = dt.evaluate(network(), PLAIN, torchmetrics.MetricCollection(kinds, prefix="val_"))
     assert result.keys() == {"val_MulticlassAccuracy", "val_MulticlassPrecision"}
     assert result["val_MulticlassAccuracy"] == pytest.approx(dt.accuracy(network(), PLAIN), abs=1e-6)
+
+
+def test_a_metric_that_counts_beside_its_states() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Counts(torchmetrics.Metric):  # type: ignore[misc,name-defined]
+        n = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.n = 0
+
+        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+            self.n += len(target)
+
+        def compute(self) -> int:
+            return self.n
+
+    with pytest.raises(dt.UsageError, match=r"counts in 'n'[\s\S]*add_state"):
+        dt.evaluate(network(), LOADERS["plain"](8), {"n": Counts()})

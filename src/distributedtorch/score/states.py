@@ -54,7 +54,11 @@ class States(Figure):
         """Update this rank's states."""
         if isinstance(output, Tensor) and self.metric.device != output.device:
             self.metric.to(output.device)
+        before = self._numbers()
         self.metric.update(output, target)
+        for (part, attr), value in self._numbers().items():
+            if before.get((part, attr), value) != value:
+                raise UsageError(_undeclared(self.name, part, attr))
         self.rows += length(target) or length(output) or 1
         self.batches.append(batch)
         self.ends.append([len(value) for _, _, value in self._values() if isinstance(value, list)])
@@ -82,6 +86,11 @@ class States(Figure):
         for part in self.parts:
             part._update_count, part._computed = max(part._update_count, 1), None
         return self.metric.compute()
+
+    def _numbers(self) -> dict[tuple[Any, str], float]:
+        """Numbers that the metric keeps beside its states."""
+        named = [(part, attr, value) for part in self.parts for attr, value in vars(part).items() if attr[0] != "_"]
+        return {(part, attr): value for part, attr, value in named if type(value) in (int, float)}
 
     def _values(self) -> list[tuple[Any, str, Any]]:
         return [(part, attr, getattr(part, attr)) for part, attr in self.states]
@@ -152,6 +161,14 @@ def _refuse(name: str, part: Any) -> None:
                 "pass the metric inside it; dt.scores and dt.compare give an interval",
             )
         )
+
+
+def _undeclared(name: str, part: Any, attr: str) -> str:
+    return explain(
+        f"metric {name!r} ({type(part).__name__}) counts in {attr!r}, which is no state of it",
+        "states that ranks can combine",
+        f'self.add_state("{attr}", torch.tensor(0.0), dist_reduce_fx="sum") in its __init__',
+    )
 
 
 def _not_tensors(name: str, part: Any, attr: str) -> str:
