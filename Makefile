@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: .venv/.ready          ## train a small GPT under every plan and compare: a table and demo.png
 	$(BIN)/python examples/demo.py
 
-test: .venv/.ready lint     ## everything that must hold, about 16 minutes on 2 cores
+test: .venv/.ready lint     ## everything that must hold, under 15 minutes on 2 cores
 	$(BIN)/python -m pytest
 
 lint: .venv/.ready          ## style and strict types

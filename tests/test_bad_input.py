@@ -146,6 +146,22 @@ for x, y in loader:
         ("Prodigy", 'plan="ddp"'),
         workers=2,
     ),
+    Bad(
+        "lbfgs in one process, clipped",
+        "dt.distribute(model, torch.optim.LBFGS(model.parameters()), plan='clip=1.0')",
+        ("LBFGS", "line search"),
+    ),
+    Bad(
+        "optimizer state without values",
+        "model = nn.Linear(4, 2, device='meta')\ndt.distribute(model, torch.optim.Adagrad(model.parameters()))",
+        ("Adagrad", "meta device"),
+    ),
+    Bad(
+        "a parameter of two models in two calls",
+        "dt.distribute(model, optimizer)\ndt.distribute(nn.Sequential(model[0], nn.Linear(8, 1)))",
+        ("'0.weight' is distributed already", "one call"),
+        workers=2,
+    ),
     Bad("lbfgs", "dt.distribute(model, torch.optim.LBFGS(model.parameters()))", ("LBFGS", "line search"), workers=2),
     Bad("no such block", "dt.distribute(model, plan='recompute,block=Linea')", ("block=Linea", "write `block=Linear`")),
     Bad("blocks of nothing", "dt.distribute(model, plan='zero2,block=Linear')", ("block by block", "zero3")),

@@ -65,11 +65,12 @@ def distribute(
     objects = tuple(unwrapped(thing, place) for thing in objects)
     effective.check(world.size, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
-    inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size)
+    plain = world.size == 1 and not effective.numerics().words and not verify_record.wanted()
+    inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size, plain=plain)
     check_named([*RUN.models, *given.models], effective.block)
     precision.check(given.models, effective)
     fill = _filling(given, weights)
-    if world.size == 1 and not effective.numerics().words and not verify_record.wanted():
+    if plain:
         fill(world, "ddp")
         report.line(effective, origin, world, [], batchnorms=0, workers=workers)
         _remember(effective, given)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import LaunchError, UsageError, explain
 from distributedtorch.core.plan import Plan
-from distributedtorch.core.world import accelerator
+from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.loader import Loader
 from distributedtorch.sync import optimizers
 
@@ -65,16 +65,20 @@ def sort(objects: Sequence[Any], known: Sequence[Any]) -> Given:
     return given
 
 
-def check(given: Given, models: Sequence[nn.Module], earlier: Sequence[Optimizer], world: int) -> None:
-    """Refuse what cannot be distributed, as soon as it can be known."""
+def check(given: Given, models: Sequence[nn.Module], earlier: Sequence[Optimizer], world: int, *, plain: bool) -> None:
+    """Refuse what cannot be distributed, as soon as it can be known. `plain`: one process, and nothing to do in it."""
     for model in given.models:
         _check_model(model, world)
     known = {id(p): name for model in models for name, p in model.named_parameters()}
     taken = {id(p): type(o).__name__ for o in earlier for group in o.param_groups for p in group["params"]}
     for optimizer in given.optimizers:
-        if world > 1:
+        if not plain:
             optimizers.refuse(optimizer)
         _check_optimizer(optimizer, known, taken)
+        if any(isinstance(v, torch.Tensor) and v.is_meta for state in optimizer.state.values() for v in state.values()):
+            given_text = f"{type(optimizer).__name__} has made state on the meta device: it has no values"
+            do = "use an optimizer that makes its state at the first step (AdamW, SGD), or build the model on cpu"
+            raise UsageError(explain(given_text, "optimizer state with values", do))
 
 
 def _check_model(model: nn.Module, world: int) -> None:
@@ -110,7 +114,11 @@ def _check_training(model: nn.Module, world: int) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _check_table(name, module)
+    ours = {id(p) for member in here().loop.members for p in member.sync.params} if here().joined else set()
     for name, param in model.named_parameters():
+        if id(param) in ours:
+            do = "give models that share parameters in one call of dt.distribute"
+            raise UsageError(explain(f"parameter {name!r} is distributed already, in another model", "each once", do))
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             do = "edit p.grad between backward() and step(), where it is the global gradient"
             needed = "no hook on parameters: with several ranks it would see this rank's gradient only"
