@@ -218,16 +218,18 @@ def _filling(given: inspect.Given, path: str | os.PathLike[str] | None) -> Fill:
 
     def fill(world: World, sync: str) -> None:
         divided = sync == "zero3" and world.size > 1
+
+        def settle() -> None:
+            if divided:
+                fence()
+                world.comm.let_go()
+
         for model in models:
             whole = [p for p in model.parameters() if not divided or (p.requires_grad and id(p) not in trained)]
             filling.allocate(whole)
-            filling.fill(model, weights, world, fence if divided else _nothing)
+            filling.fill(model, weights, world, settle)
 
     return fill
-
-
-def _nothing() -> None:
-    pass
 
 
 def _back(objects: list[Any]) -> Any:

@@ -268,6 +268,10 @@ class Comm:
             block = tensor.new_empty(0).set_(tensor.untyped_storage())
             self._free[tensor.dtype, tensor.device].append(block)
 
+    def let_go(self) -> None:
+        """Keep no memory for later."""
+        self._free.clear()
+
     def _hand_over(self, pending: Pending, finish: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._progress, name="distributedtorch-exchange", daemon=True)

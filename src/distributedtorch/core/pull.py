@@ -58,6 +58,7 @@ class Pull:
         self.group = dist.new_group(backend="gloo", timeout=_IDLE_FOR_EVER)
         self.pieces: list[Tensor] = []
         self.editions: list[int] = []
+        self._blank: set[int] = set()
         self._old: dict[tuple[int, int], Tensor] = {}
         self._late: list[tuple[int, int, int, int]] = []
         self._serial = 0
@@ -67,13 +68,22 @@ class Pull:
         self._thread = threading.Thread(target=self._answer_all, name="distributedtorch-pieces", daemon=True)
         self._thread.start()
 
-    def offer(self, piece: Tensor) -> int:
-        """Offer this rank's piece of something; all ranks offer in the same order. Returns its number."""
+    def offer(self, piece: Tensor, *, blank: bool = False) -> int:
+        """Offer this rank's piece of something; all ranks offer in the same order. Returns its number.
+
+        `blank`: it has no values yet on any rank, so that nobody asks before it has.
+        """
         with self._lock:
             self.pieces.append(piece)
             self.editions.append(0)
+            if blank:
+                self._blank.add(len(self.pieces) - 1)
         self._answer_late()
         return len(self.pieces) - 1
+
+    def is_blank(self, number: int) -> bool:
+        """Whether a piece has had no values so far, so that there is nothing to fetch."""
+        return number in self._blank and self.editions[number] == 0
 
     def withdraw(self, number: int) -> None:
         """Offer a piece no more; no rank may ask for it any more."""
@@ -89,7 +99,9 @@ class Pull:
         """Offer other values; ranks that have not come so far still get the earlier ones. Result: this rank's piece."""
         with self._lock:
             piece = self.pieces[number]
-            if piece.device.type == "cpu":  # may be on its way just now
+            if self.is_blank(number):
+                piece.copy_(values)
+            elif piece.device.type == "cpu":  # may be on its way just now
                 self._old[number, self.editions[number]] = piece
                 self.pieces[number] = values.clone()
             else:

@@ -45,11 +45,12 @@ class Unit:
         self.mates: tuple[Unit, ...] = (self,)
         """The units of its block: they come and go together."""
         self.absent = _nowhere(slab)
-        if any(not is_empty(param) for param in self.params):
+        blank = all(is_empty(param) for param in self.params)
+        if not blank:
             flat = move_in(slab, params)
             self.own.copy_(flat[self.range])
         self._show(self.absent)
-        self.number = memory.pull.offer(self.own)  # others may ask from now on
+        self.number = memory.pull.offer(self.own, blank=blank)  # others may ask from now on
 
     def _show(self, views: Sequence[Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -72,6 +73,9 @@ class Unit:
             self.flat = self.memory.comm.borrow(slab.numel, slab.dtype, slab.device)
             self._show([slot.view(self.flat) for slot in slab.slots])
             AT[self.flat.untyped_storage()._cdata] = self
+        if self.memory.pull.is_blank(self.number):
+            self.flat.zero_()
+            return
         self.flat[self.range].copy_(self.own)
         self.fetch = self.memory.pull.fetch(self.number, self.flat, self.slab.bounds)
 
