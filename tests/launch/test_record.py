@@ -1,9 +1,15 @@
-"""Which errors count as the consequence of another rank's end."""
+"""Which errors count as the consequence of another rank's end, and who is named."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 from distributedtorch.core.errors import PeerError
-from distributedtorch.launch.record import is_consequence
+from distributedtorch.launch.ranks import Rank
+from distributedtorch.launch.record import End, is_consequence
+from distributedtorch.launch.verdict import judge
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:3504."
 
@@ -50,3 +56,16 @@ def test_an_error_of_ones_own_is_not():
     assert not is_consequence(ValueError("Connection closed by peer"))
     assert not is_consequence(RuntimeError("shapes differ"))
     assert not is_consequence(caught(lost_while_handling_own))
+
+
+def test_an_exit_counts_though_the_rank_was_stopped_on_its_way_out(tmp_path: Path) -> None:
+    """Its peers notice that it leaves, fail, and end before it does."""
+    ends = [
+        End(rank=0, kind="raised", type="PeerError", message="rank 1 is gone", time=2.0, consequence=True),
+        End(rank=1, kind="exit", code=3, where="train.py:20", time=1.0),
+    ]
+    for end in ends:
+        (tmp_path / f"end.{end.rank}.json").write_text(json.dumps(asdict(end)))
+    ranks = [Rank(0, None, -1, None, status=1, ended=2.1), Rank(1, None, -1, None, status=-15, ended=3.0, stopped=True)]
+    found = judge(ranks, tmp_path)
+    assert (found.rank, found.code) == (1, 3) and "exited with code 3 at train.py:20" in found.text

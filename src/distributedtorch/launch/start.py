@@ -90,6 +90,7 @@ def join_world() -> World:
     said = record.say if place.run_folder else None
     watch.start(place, client, lambda: _status(world), fail=record.fail, say=said)
     atexit.register(_before_leaving)
+    record.before_others()
     return world
 
 

@@ -57,15 +57,15 @@ def _cause(rank: Rank, end: End | None, folder: Path) -> Verdict | None:
     """What speaks for this rank being the first to fail, if anything."""
     if end is not None and end.kind == "raised":
         return None if end.consequence else _raised(end, rank.status or 0)
+    detail = _step(step_of(folder, rank.number)) + _tail(rank.log)
+    if end is not None and end.kind == "exit" and end.code:  # also where it was stopped on its way out
+        text = f"exited with code {end.code} at {end.where}"
+        return Verdict(rank=rank.number, time=end.time, text=text, code=end.code, detail=detail)
     if not rank.status or rank.stopped:
         return None
-    seen = rank.ended or 0.0
     text = killed(-rank.status) if rank.status < 0 else f"exited with code {rank.status}"
-    if end is not None and end.kind == "exit" and end.code == rank.status:
-        text, seen = f"{text} at {end.where}", end.time
     code = rank.status if rank.status > 0 else 128 - rank.status
-    step = step_of(folder, rank.number)
-    return Verdict(rank=rank.number, time=seen, text=text, code=code, detail=_step(step) + _tail(rank.log))
+    return Verdict(rank=rank.number, time=rank.ended or 0.0, text=text, code=code, detail=detail)
 
 
 def _raised(end: End, status: int) -> Verdict:
