@@ -43,7 +43,7 @@ if not _command:  # `dtorch` needs none of this, nor the two seconds that torch 
     from distributedtorch.evaluation import accuracy, evaluate, scores
     from distributedtorch.facade import DistributedPyTorch
     from distributedtorch.launch.start import prepare as _prepare
-    from distributedtorch.saving import load, save
+    from distributedtorch.saving import load, resume, save
     from distributedtorch.schedule import schedule
     from distributedtorch.score.compare import compare
     from distributedtorch.strategy import Strategy
@@ -92,6 +92,7 @@ __all__ = [
     "mean",
     "print",
     "rank",
+    "resume",
     "save",
     "schedule",
     "scores",

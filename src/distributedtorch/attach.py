@@ -41,11 +41,11 @@ def same_weights(model: nn.Module, comm: Comm) -> None:
             comm.broadcast(f"initial {name}", tensor)
 
 
-def own_randomness(rank: int) -> None:
-    """Let random layers draw other numbers on every rank; rank 0's stay as they were."""
+def own_randomness(rank: int, step: int = 0) -> None:
+    """Let random layers draw other numbers on every rank, and after every `step`; rank 0's stay as they were."""
     if rank == 0:
         return
-    seed = (torch.initial_seed() + rank * 0x9E3779B97F4A7C15) % (1 << 63)
+    seed = (torch.initial_seed() + rank * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) % (1 << 63)
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:

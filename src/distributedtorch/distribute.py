@@ -72,9 +72,10 @@ def distribute(
     fill = _filling(given, weights)
     if plain:
         fill(world, "ddp")
+        result = _attach_plain(objects, given, effective, world)
         report.line(effective, origin, world, [], batchnorms=0, workers=workers)
         _remember(effective, given)
-        return _back(list(objects))
+        return result
     join_world()
     result, loaders = _attach(objects, given, effective, world, fill)
     batchnorms = sum(batchnorm.count(model) for model in given.models) if world.size > 1 else 0
@@ -154,6 +155,18 @@ def _remember(plan: Plan, given: inspect.Given) -> None:
     RUN.models += given.models
     RUN.optimizers += given.optimizers
     RUN.schedulers += given.schedulers
+
+
+def _attach_plain(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World) -> Any:
+    """One process: nothing is changed; steps and batches are counted, so that it can be saved and resumed."""
+    if saving.carry_out_after_step not in world.loop.after_step:
+        world.loop.after_step.append(saving.carry_out_after_step)
+    for optimizer in given.optimizers:
+        hook = optimizer.register_step_post_hook(lambda *_: world.loop.stepped(()))
+        world.undo.append(hook.remove)
+    loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
+    RUN.loaders += loaders.values()
+    return _back([loaders.get(id(thing), thing) for thing in objects])
 
 
 def _attach(
@@ -263,6 +276,9 @@ def _note_seeds() -> Callable[[], None]:
 
 def _divided(loader: Any, plan: Plan, world: World) -> Loader:
     def on_batch(share: Share, batch: Any) -> None:
+        saving.feeds(id(divided))
+        if world.size == 1 and not world.loop.members:  # nothing is weighed or exchanged
+            return
         total = _length(divided)
         last = total is not None and divided.cursor.batch >= total
         rows = Rows(mine=share.rows, everywhere=share.rows_global, batch=share.batch, last=last, source=id(divided))
@@ -275,6 +291,7 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
         world=world.size,
         stream=RUN.stream,
         on_batch=on_batch,
+        before_batch=lambda: saving.come_round(id(divided)),
         batch=plan.batch,
         reverse=verify_record.reversed_rows(),
     )

@@ -1,95 +1,345 @@
-"""`dt.save` and `dt.load`: everything distributed in this run, as full plain tensors that any plan and world can read.
+"""`dt.save`, `dt.load`, `dt.resume`: everything distributed in this run, in files that any plan and world can read.
 
-Rank 0 writes; under zero1 and zero2 the optimizer's state is gathered first (K Psi bytes to every rank). Every rank
-reads. All ranks come to the same verdict: they exchange it before a save returns and before a load changes anything.
+Every rank writes what it keeps and reads what it needs; where all ranks have the same, each writes a share. All ranks
+come to the same verdict before a save returns and before a load changes anything. A save that is not waited for copies
+first and writes behind training: what the files hold is the moment of the call.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-from collections.abc import Sequence
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from distributedtorch.checkpoint import folder, meeting
-from distributedtorch.checkpoint.plain import Packer, unpack
+from distributedtorch.checkpoint import index, meeting, place, writing
+from distributedtorch.checkpoint.index import NewerError, Reader
+from distributedtorch.checkpoint.place import FOLDER, Place
+from distributedtorch.contents import Stored, check_state, collect
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.step import Member
 from distributedtorch.core.world import here
+from distributedtorch.launch import record
+from distributedtorch.launch.join import client
 from distributedtorch.launch.start import join_world
 from distributedtorch.run import RUN
 
-_SHOWN = 5
+_UNITS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
-def save(path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
-    """Write the state of everything distributed into the folder `path`, replacing the checkpoint that is there.
+class Resumed(NamedTuple):
+    """Where a run goes on."""
 
-    Called on all ranks it returns when the new checkpoint is in place. Called on some ranks only, it is written at once
+    step: int
+    """Optimizer steps taken before."""
+    epoch: int
+    """The epoch to begin with: `for epoch in range(resumed.epoch, epochs)`."""
+    path: str | None
+    """The checkpoint; None where there was none."""
+
+
+class Saving:
+    """A save, under way or done."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        """Where it lies, when it is done."""
+        self._done = threading.Event()
+        self._fault = ""
+        self.told = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Return when it is committed.
+
+        Raises:
+            CheckpointError: It could not be written. The same on all ranks; earlier checkpoints are as they were.
+        """
+        self._done.wait()
+        if self._fault:
+            self.told = True
+            raise CheckpointError(self._fault)
+
+    def run(self, asked: Mapping[str, Any], content: writing.Content | str, channel: writing.Channel) -> None:
+        """Carry it out in the present thread."""
+        try:
+            there = place.of(asked["path"])
+            name = writing.carry_out(there, content, channel, keep=asked["keep"], private=asked["private"])
+            self.path = there.file(name, "")
+        except BaseException as error:
+            self._fault = str(error) or repr(error)
+        self._done.set()
+
+
+@dataclass
+class _State:
+    """What saving keeps in this process."""
+
+    last: Saving | None = None
+    """The latest save; at most one is under way."""
+    promised: dict[str, Saving] = field(default_factory=dict)
+    """Saves that are to be carried out later, by path."""
+    count: int = 0
+    user: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The user's own objects, by the path they are saved to."""
+    every: _Every | None = None
+    due: bool = False
+    fed: int | None = None
+    """The loader that the last step's batch came from."""
+    copies: dict[str, Tensor] = field(default_factory=dict)
+    """Memory of the last copy that was written behind training: used again."""
+
+
+@dataclass
+class _Every:
+    """`save_every`."""
+
+    request: str
+    steps: int | None
+    seconds: float | None
+    last_step: int
+    last_time: float
+
+    def is_due(self) -> bool:
+        """Whether it is time, at this step; for seconds only rank 0's clock counts."""
+        if self.steps is not None:
+            return here().loop.steps - self.last_step >= self.steps
+        return time.monotonic() - self.last_time >= (self.seconds or 0.0)
+
+    def began(self) -> None:
+        self.last_step, self.last_time = here().loop.steps, time.monotonic()
+
+
+_STATE = _State()
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    state: Mapping[str, Any] | None = None,
+    wait: bool = True,
+    keep: int = 2,
+    private: bool = True,
+) -> Saving:
+    """Write the state of everything distributed as the newest checkpoint in the folder `path`.
+
+    Called on all ranks it returns when the checkpoint is committed. Called on some ranks only, it is written at once
     where one rank holds everything (ddp); else it says so and returns, and all ranks carry it out after their next
     optimizer step, or at exit, with that moment's state.
 
     Args:
-        path: A folder of its own. A kill at any moment leaves the old checkpoint or the new one.
+        path: A folder that holds checkpoints, or an address of a store (`s3://bucket/folder`) that fsspec can open.
+            A kill at any moment leaves the earlier checkpoints as they were.
         model: Write this model only.
+        state: The user's own objects by name, each with `state_dict()` and `load_state_dict()`; rank 0's are written.
+        wait: False returns when everything is copied, and writes behind training. Failures are printed at the next
+            step, and raised by the result's `wait()`.
+        keep: How many checkpoints stay in the folder, this one included.
+        private: Files that only their owner can read.
+
+    Returns:
+        The save: `.path`, `.done`, `.wait()`.
 
     Raises:
-        CheckpointError: It could not be written; raised on all ranks, and the old checkpoint is as it was.
+        CheckpointError: It could not be written; raised on all ranks, and earlier checkpoints are as they were.
     """
     world = join_world()
     _refuse_nothing()
-    request = {"path": os.path.realpath(path)} | ({} if model is None else {"model": _number(model)})
+    if keep < 1:
+        raise CheckpointError(explain(f"keep={keep}", "1 or more", "keep=1 keeps the newest"))
+    request = _request(path, model, state, wait=wait, keep=keep, private=private)
     if world.size == 1:
-        _alone(request)
-        return
+        return _finish(_begin(request, [0]), request)
     divided = any(member.sync.divided for member in world.loop.members)
-    alone = None if divided and model is None else lambda: _alone(request)
-    meeting.of(world.loop, _together).ask(json.dumps(request), alone)
+    plan = RUN.plan.sync if RUN.plan is not None else ""
+    alone = None if plan == "zero3" or (divided and model is None) else lambda: _alone(request)
+    if meeting.of(world.loop, _together).ask(request, alone):
+        assert _STATE.last is not None
+        return _STATE.last
+    where = json.loads(request)["path"]
+    return _STATE.promised.setdefault(where, Saving(where))
 
 
-def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
-    """Read the state that `save` wrote, under any plan and any number of ranks, into everything distributed.
+def load(
+    path: str | os.PathLike[str], model: nn.Module | None = None, *, state: Mapping[str, Any] | None = None
+) -> None:
+    """Read what `save` wrote, under any plan and any number of ranks, into everything distributed. A group call.
 
-    A group call. Everything is read and checked on every rank before anything is changed. Optimizers, schedulers and
-    cursors are left as they are where this process has none of them or the checkpoint has none.
+    Everything is read and checked before anything is changed. The loop then goes on where it was: loaders hand out the
+    batches that were left, in their order, and random layers draw on. Optimizers, schedulers and loaders are left as
+    they are where this process has none of them or the checkpoint has none.
 
     Args:
-        path: The folder given to `save`.
+        path: The folder given to `save`: its newest checkpoint is read, or where that is damaged the one before it,
+            which is said. Or one checkpoint in it: that one or none.
         model: Read this model only: the checkpoint's only one, or the one at its place.
+        state: The user's own objects, as in `save`.
 
     Raises:
         CheckpointError: Damaged, missing, or of another model; raised on all ranks, and nothing is changed.
     """
     join_world()
-    fault, digest, state = "", "", None
-    try:
-        _refuse_nothing()
-        content, tensors, digest = folder.read(Path(os.path.realpath(path)))
-        state = _State(content, tensors, model)
-        fault = state.fault()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        fault = str(error) if isinstance(error, CheckpointError) else f"{path}: {type(error).__name__}: {error}"
-    _same_verdict(fault, digest)
-    assert state is not None
-    state.apply()
+    found = _find(path, model, check_state(state))
+    if found is None:
+        given = f"{os.fspath(path)} holds no checkpoint"
+        raise CheckpointError(explain(given, "a folder written by dt.save", "check the path"))
+    found.apply()
+    _caught_up()
+
+
+def resume(
+    path: str | os.PathLike[str],
+    *,
+    save_every: int | str | timedelta | None = None,
+    state: Mapping[str, Any] | None = None,
+    keep: int = 2,
+    private: bool = True,
+) -> Resumed:
+    """Go on from the newest good checkpoint in `path`, or start where there is none; say which. A group call.
+
+    Args:
+        path: The folder, as in `save`.
+        save_every: Save there from now on: every so many optimizer steps (500), or so often ("10min", "1h", a
+            timedelta). Written behind training.
+        state: The user's own objects, as in `save`.
+        keep: As in `save`.
+        private: As in `save`.
+
+    Returns:
+        `step` and `epoch` to go on with.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged, or of another model; raised on all ranks, nothing is changed.
+    """
+    world = join_world()
+    _refuse_nothing()
+    every = None if save_every is None else _period(save_every)
+    found = _find(path, None, check_state(state))
+    if found is not None:
+        found.apply()
+        _caught_up()
+    said = os.fspath(path)
+    resumed = Resumed(
+        world.loop.steps, _epoch(), None if found is None else found.reader.place.file(found.reader.folder, "")
+    )
+    if world.rank == 0:
+        record.say(_went_on(resumed, said))
+    if every is not None:
+        request = _request(path, None, state, wait=False, keep=keep, private=private)
+        steps, seconds = every
+        _STATE.every = _Every(request, steps, seconds, world.loop.steps, time.monotonic())
+    return resumed
+
+
+def _went_on(resumed: Resumed, said: str) -> str:
+    if resumed.path is None:
+        return f"nothing to resume in {said}: starts from the beginning"
+    cursor = RUN.loaders[0].cursor if RUN.loaders else None
+    inside = "" if cursor is None or cursor.ended else f", after batch {cursor.batch} of its epoch"
+    epoch = f", epoch {resumed.epoch}{inside}" if cursor is not None else ""
+    return f"resumed from {resumed.path}: step {resumed.step}{epoch}"
+
+
+def _epoch() -> int:
+    if not RUN.loaders:
+        return 0
+    cursor = RUN.loaders[0].cursor
+    return cursor.epoch + cursor.ended
+
+
+def _period(given: int | str | timedelta) -> tuple[int | None, float | None]:
+    """Steps, or seconds."""
+    if isinstance(given, timedelta) and given.total_seconds() > 0:
+        return None, given.total_seconds()
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given, None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", given) if isinstance(given, str) else None
+    if found and found[2] in _UNITS and float(found[1]) > 0:
+        return None, float(found[1]) * _UNITS[found[2]]
+    do = 'save_every=500 for steps, save_every="10min" for time'
+    raise CheckpointError(explain(f"save_every={given!r}", "a number of steps, or a time (s, min, h)", do))
+
+
+# When.
 
 
 def carry_out_after_step(_: Sequence[Member]) -> None:
-    """Every rank, after every step: carry out the saves that only some ranks asked for."""
+    """Every rank, after every step: see what is to be saved; it is, when the loop has come round."""
+    _tell()
+    loop, every = here().loop, _STATE.every
+    if every is not None and not _STATE.due and (here().rank == 0 or every.steps is not None) and every.is_due():
+        if every.steps is not None or loop.comm.world == 1:
+            _STATE.due = True
+        elif every.request not in loop.requests:
+            loop.requests.append(every.request)
+            meeting.of(loop, _together).put_off()
+    if not RUN.loaders:
+        come_round(None)
+
+
+def come_round(loader: int | None) -> None:
+    """The next batch is asked for: all that the loop does with the last one is done."""
+    if loader != _STATE.fed and RUN.loaders:
+        return
     loop = here().loop
-    if loop.comm.world > 1:
-        meeting.of(loop, _together).stepped()
+    if loop.comm.world > 1 and loop.requested:
+        meeting.of(loop, _together).catch_up()
+    if _STATE.due and _STATE.every is not None:
+        _STATE.due = False
+        _STATE.every.began()
+        _begin(_STATE.every.request, list(range(loop.comm.world)))
+
+
+def feeds(loader: int) -> None:
+    """A batch of this loader is handed out to be trained on."""
+    if torch.is_grad_enabled():
+        _STATE.fed = loader
 
 
 def carry_out_put_off() -> None:
-    """Carry out now the saves that only some ranks asked for. A group call."""
+    """Carry out now the saves that only some ranks asked for, and end those under way. A group call."""
     if here().size > 1 and RUN.models:
         meeting.of(here().loop, _together).catch_up()
+    _settle()
+    _STATE.every, _STATE.due, _STATE.user, _STATE.fed, _STATE.copies = None, False, {}, None, {}
+
+
+def _tell() -> None:
+    """Say that a save behind training has failed: once, on rank 0."""
+    last = _STATE.last
+    if last is not None and last.done and last._fault and not last.told:
+        last.told = True
+        if here().rank == 0:
+            record.say(f"a save behind training has failed, training goes on: {last._fault}")
+
+
+def _settle() -> None:
+    """At most one save is under way: wait for it."""
+    if _STATE.last is not None:
+        _STATE.last._done.wait()
+        _tell()
+
+
+def _at_exit() -> None:
+    if not record.failed():
+        _settle()
+
+
+# How.
 
 
 def _refuse_nothing() -> None:
@@ -106,174 +356,167 @@ def _number(model: nn.Module) -> int:
     raise CheckpointError(explain(f"model= is a {type(model).__name__} that is not distributed", "one that is", do))
 
 
-# Saving.
+def _request(path: str | os.PathLike[str], model: nn.Module | None, state: Mapping[str, Any] | None, **how: Any) -> str:
+    said = os.fspath(path)
+    where = said if "://" in said else os.path.realpath(said)
+    given = check_state(state)
+    _STATE.user[where] = given
+    part = {} if model is None else {"model": _number(model)}
+    return json.dumps({"path": where, **part, "state": sorted(given), **how})
 
 
 def _together(request: str) -> None:
-    """Gather, and let rank 0 write: a group call."""
-    asked = json.loads(request)
-    optimizers = _optimizer_states(asked)
-    fault = ""
-    if here().rank == 0:
-        try:
-            _write(asked, optimizers)
-        except CheckpointError as error:
-            fault = str(error)
-    fault = here().comm.bytes_of_all("save", fault.encode())[0].decode()
-    if fault:
-        raise CheckpointError(fault)
+    """All ranks write: a group call."""
+    _finish(_begin(request, list(range(here().size))), request)
 
 
-def _alone(asked: dict[str, Any]) -> None:
-    """Write what this rank holds, which is everything."""
-    _write(asked, _optimizer_states(asked))
+def _alone(request: str) -> None:
+    """This rank writes what it holds, which is everything."""
+    _finish(_begin(request, [here().rank]), request)
 
 
-def _optimizer_states(asked: dict[str, Any]) -> list[dict[str, Any]]:
-    return [] if "model" in asked else [optimizer.state_dict() for optimizer in RUN.optimizers]
+def _finish(saving: Saving, request: str) -> Saving:
+    if json.loads(request)["wait"]:
+        saving.wait()
+    return saving
 
 
-def _write(asked: dict[str, Any], optimizers: list[dict[str, Any]]) -> None:
-    """Any failure is a CheckpointError: the other ranks wait for the verdict."""
+def _begin(request: str, writers: list[int]) -> Saving:
+    """Take the state now, and write it: here, or behind training."""
+    _settle()
+    asked, world = json.loads(request), here()
+    saving = _STATE.last = _STATE.promised.pop(asked["path"], Saving(asked["path"]))
+    _STATE.count += len(writers) > 1
+    many = len(writers) > 1
+    name = f"checkpoint/{_STATE.count}"
+    with world.comm.held("save", f"save to {asked['path']}"):
+        content = _content(asked, writers)
+        if asked["wait"]:
+            store = (lambda: meeting.of(world.loop, _together).store) if many else None
+            saving.run(asked, content, writing.Channel(world.rank, writers, store, name))
+            return saving
+        if isinstance(content, writing.Content):
+            _copy(content)
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+    def behind() -> None:
+        saving.run(asked, content, writing.Channel(world.rank, writers, (lambda: client(10)) if many else None, name))
+
+    threading.Thread(target=behind, name="distributedtorch-save", daemon=True).start()
+    return saving
+
+
+def _content(asked: dict[str, Any], writers: list[int]) -> writing.Content | str:
+    """What this rank writes, or why it cannot."""
     try:
-        folder.write(Path(asked["path"]), *_content(asked, optimizers))
-    except CheckpointError:
-        raise
+        mine = _STATE.user.get(asked["path"], {})
+        if here().rank == writers[0] and sorted(mine) != asked["state"]:
+            given = f"state= has {asked['state']}, given on another rank than rank {writers[0]}"
+            return explain(given, "the state of the rank that writes", "call dt.save with state= on all ranks")
+        return collect(asked.get("model"), mine, writers=writers)
     except Exception as error:
-        given = f"{asked['path']} could not be written: {error}"
-        do = "check its folder and its disk; training can go on, and an old checkpoint is as it was"
-        raise CheckpointError(explain(given, f"a place that rank {here().rank} can write to", do)) from error
+        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _content(asked: dict[str, Any], optimizers: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What goes into run.json, and tensors by file."""
-    part = "model" in asked
-    models = [RUN.models[asked["model"]]] if part else RUN.models
-    schedulers = [] if part else RUN.schedulers
-    state: dict[str, list[Any]] = {
-        "model": [[_kind(m), m.state_dict()] for m in models],
-        "optimizer": [[_kind(o), s] for o, s in zip(RUN.optimizers, optimizers, strict=not part)],
-        "scheduler": [[_kind(s), s.state_dict()] for s in schedulers],
-    }
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for word, parts in state.items():
-        for place, pair in enumerate(parts):
-            packer = Packer(f"{word} {place} ({pair[0]})")
-            pair[1] = packer.pack(pair[1])
-            if packer.tensors:
-                tensors[f"{word}.{place}.safetensors"] = packer.tensors
-    run = {
-        "versions": {"distributedtorch": version("distributedtorch"), "torch": torch.__version__},
-        "plan": str(RUN.plan),
-        "world": here().size,
-        "steps": here().loop.steps,
-        "cursors": [] if part else [loader.cursor.state_dict() for loader in RUN.loaders],
-        "state": state,
-    }
-    return run, tensors
+def _copy(content: writing.Content) -> None:
+    """Make the content independent of the run; the memory is kept for the next time."""
+    old, _STATE.copies = _STATE.copies, {}
+    for piece in content.pieces:
+        there = old.get(piece.name)
+        if there is None or there.shape != piece.tensor.shape or there.dtype != piece.tensor.dtype:
+            there = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype)
+        _STATE.copies[piece.name] = piece.tensor = there.copy_(piece.tensor)
 
 
-def _kind(thing: object) -> str:
-    return type(thing).__name__
+# Finding what to load.
 
 
-# Loading.
+def _find(path: str | os.PathLike[str], model: nn.Module | None, state: dict[str, Any]) -> Stored | None:
+    """The newest checkpoint that is whole and fits, the same on all ranks; None where there is none at all.
 
-
-class _State:
-    """What a checkpoint holds, beside what it is to go into."""
-
-    def __init__(self, run: dict[str, Any], tensors: dict[str, dict[str, Tensor]], model: nn.Module | None) -> None:
-        self.run, self.part = run, model is not None
-        self.models: list[nn.Module] = RUN.models if model is None else [model]
-        self.saved: dict[str, list[Any]] = {}
-        for word in ("model", "optimizer", "scheduler"):
-            files = [tensors.get(f"{word}.{place}.safetensors", {}) for place in range(len(run["state"][word]))]
-            pairs = zip(run["state"][word], files, strict=True)
-            self.saved[word] = [(kind, unpack(state, file)) for (kind, state), file in pairs]
-        if model is not None and len(self.saved["model"]) > 1:
-            self.saved["model"] = self.saved["model"][_number(model) :][:1]
-
-    def fault(self) -> str:
-        """Why it does not fit, or nothing."""
-        if len(self.models) != len(self.saved["model"]):
-            given = f"the checkpoint holds {len(self.saved['model'])} models, {len(self.models)} are to be loaded"
-            do = "distribute the same models in the same order, or dt.load(path, model=...)"
-            return explain(given, "as many", do)
-        for number, (model, (kind, state)) in enumerate(zip(self.models, self.saved["model"], strict=True)):
-            lines = difference(model.state_dict(), state)
-            if lines:
-                given = f"model {number} ({_kind(model)}) is not the one that was saved ({kind}):\n" + "\n".join(lines)
-                return explain(given, "the same parameters and buffers", "build the model as it was when saved")
-        return "" if self.part else self._other_fault()
-
-    def _other_fault(self) -> str:
-        shapes = {
-            "optimizers": (
-                [_groups(kind, state["param_groups"]) for kind, state in self.saved["optimizer"]],
-                [_groups(_kind(optimizer), optimizer.param_groups) for optimizer in RUN.optimizers],
-            ),
-            "schedulers": ([kind for kind, _ in self.saved["scheduler"]], [_kind(s) for s in RUN.schedulers]),
-            "loaders": (["a loader"] * len(self.run["cursors"]), ["a loader"] * len(RUN.loaders)),
-        }
-        for word, (saved, have) in shapes.items():
-            if saved and have and saved != have:
-                given = f"the checkpoint's {word} are: {', '.join(saved)}"
-                return explain(given, f"as here: {', '.join(have)}", f"distribute the same {word}")
-        return ""
-
-    def apply(self) -> None:
-        """Take everything over."""
-        for model, (_, state) in zip(self.models, self.saved["model"], strict=True):
-            model.load_state_dict(state)
-        if self.part:
-            return
-        for optimizer, (_, state) in zip(RUN.optimizers, self.saved["optimizer"], strict=False):
-            optimizer.load_state_dict(state)
-        for scheduler, (_, state) in zip(RUN.schedulers, self.saved["scheduler"], strict=False):
-            scheduler.load_state_dict(state)
-        for loader, cursor in zip(RUN.loaders, self.run["cursors"], strict=False):
-            loader.cursor.load_state_dict(cursor)
-        here().loop.steps = int(self.run["steps"])
-
-
-def _groups(kind: str, groups: list[dict[str, Any]]) -> str:
-    return f"{kind} over {' + '.join(str(len(group['params'])) for group in groups)} parameters"
-
-
-def difference(have: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    """How two state dicts differ, in a few lines."""
-    found = {
-        "missing in the checkpoint": [name for name in have if name not in saved],
-        "not in the model": [name for name in saved if name not in have],
-        "of another shape or type": [
-            f"{name} (saved {_looks(saved[name])}, here {_looks(have[name])})"
-            for name in have
-            if name in saved and _looks(saved[name]) != _looks(have[name])
-        ],
-    }
-    return [
-        f"    {what}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
-        for what, names in found.items()
-        if names
-    ]
-
-
-def _looks(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-
-def _same_verdict(fault: str, digest: str) -> None:
-    """Raise on all ranks what one has found, and refuse files that are not the same on all."""
-    cards = [[fault, digest]]
-    if here().size > 1:
-        cards = [json.loads(card) for card in here().comm.bytes_of_all("load", json.dumps(cards[0]).encode())]
-    faults = {rank: said for rank, (said, _) in enumerate(cards) if said}
+    Raises:
+        CheckpointError: None is whole, or the newest whole one is not of this run.
+    """
+    world = here()
+    said = os.fspath(path)
+    cards = _of_all("load", {"path": said, **(_candidates(said) if world.rank == 0 else {})})
+    for rank, other in enumerate(cards):
+        if other["path"] != said:
+            given = f"path {said!r} here and {other['path']!r} on rank {rank}"
+            raise CheckpointError(explain(given, "one path on all ranks", "give the same path everywhere"))
+    card = cards[0]
+    if "fault" in card:
+        raise CheckpointError(card["fault"])
+    there, faults = place.of(card["root"]), []
+    for folder in card["names"]:
+        stored, verdict = _attempt(there, folder, model, state)
+        verdicts = _of_all("load", verdict)
+        bad = {rank: one for rank, one in enumerate(verdicts) if one["kind"] != "good"}
+        if not bad and len({one["said"] for one in verdicts}) == 1:
+            return stored
+        if not bad:
+            given = f"the ranks read different checkpoints at {there.file(folder, '')}"
+            do = "save to a disk that all hosts share"
+            raise CheckpointError(explain(given, "one that all ranks see", do))
+        rank, first = next(iter(bad.items()))
+        said = first["said"] if len(bad) == len(verdicts) else f"on rank {rank}: {first['said']}"
+        if any(one["kind"] == "misfit" for one in bad.values()) or card["exact"]:
+            raise CheckpointError(said)
+        faults.append(said)
+        if world.rank == 0:
+            record.say(f"checkpoint {folder} is damaged, the one before it is tried: {said}")
     if faults:
-        rank, said = next(iter(faults.items()))
-        raise CheckpointError(said if len(faults) == len(cards) else f"on rank {rank}: {said}")
-    if len({of for _, of in cards}) > 1:
-        given = "the ranks read different checkpoints at one path"
-        raise CheckpointError(explain(given, "one that all ranks see", "save to a disk that all hosts share"))
+        raise CheckpointError(faults[0] if len(faults) == 1 else f"{len(faults)} checkpoints are damaged; {faults[0]}")
+    return None
+
+
+def _candidates(path: str) -> dict[str, Any]:
+    """On rank 0: which checkpoints a path means."""
+    try:
+        root, _, last = path.rstrip("/").rpartition("/")
+        if FOLDER.fullmatch(last):
+            return {"root": root or ".", "names": [last], "exact": True}
+        there: Place = place.of(path)
+        return {"root": path, "names": there.committed(), "exact": False}
+    except Exception as error:
+        return {"fault": str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"}
+
+
+def _attempt(
+    there: Place, folder: str, model: nn.Module | None, state: dict[str, Any]
+) -> tuple[Stored | None, dict[str, str]]:
+    """One checkpoint, with this rank's verdict on it; each rank checks a share of the bytes."""
+    try:
+        _refuse_nothing()
+        if model is not None:
+            _number(model)
+    except CheckpointError as error:
+        return None, {"kind": "misfit", "said": str(error)}
+    try:
+        found = index.read(there, folder)
+        reader = Reader(there, folder, found)
+        stored = Stored(reader, model, state)
+        misfit = stored.misfit()
+        if misfit:
+            return None, {"kind": "misfit", "said": misfit}
+        reader.check(here().rank, here().size)
+    except NewerError as error:
+        return None, {"kind": "misfit", "said": str(error)}
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        said = str(error) if isinstance(error, CheckpointError) else f"{there.file(folder, '')}: {error!r}"
+        return None, {"kind": "damaged", "said": said}
+    return stored, {"kind": "good", "said": found.digest}
+
+
+def _of_all(name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    if here().size == 1:
+        return [mine]
+    return [json.loads(card) for card in here().comm.bytes_of_all(name, json.dumps(mine).encode())]
+
+
+def _caught_up() -> None:
+    """After a load: what was asked for before it is about another state."""
+    RUN.seed = torch.initial_seed()
+    if _STATE.every is not None:
+        _STATE.every.began()

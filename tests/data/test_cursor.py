@@ -13,7 +13,7 @@ def test_counts() -> None:
     assert cursor.begin() == 1
     second = cursor.advance(0, 1, 1)
     assert second == Share(batch=1, epoch=1, rows=0, rows_global=1, first_sample=4) and second.idle
-    assert cursor.state_dict() == {"epoch": 1, "batch": 1, "batches": 2, "samples": 5}
+    assert cursor.state_dict() == {"epoch": 1, "batch": 1, "batches": 2, "samples": 5, "ended": False}
 
 
 def test_state_round_trip() -> None:

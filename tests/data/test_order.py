@@ -158,7 +158,8 @@ def test_leaving_an_epoch_early(workers: int) -> None:
     assert [a + b for a, b in zip(*seen, strict=True)] == expected
     assert [share.epoch for share in ranks[0].shares] == [0] * 3 + [1] * 18
     assert [share.batch for share in ranks[0].shares] == list(range(21))
-    assert ranks[0].loader.cursor.state_dict() == {"epoch": 1, "batch": 18, "batches": 21, "samples": 12 + LENGTH}
+    counts = {"epoch": 1, "batch": 18, "batches": 21, "samples": 12 + LENGTH, "ended": True}
+    assert ranks[0].loader.cursor.state_dict() == counts
 
 
 BATCH = 4
@@ -202,6 +203,8 @@ def test_a_rank_with_another_stream_is_caught() -> None:
     make = SAMPLERS["shuffle"]
 
     class Own:
+        state = None
+
         def drawing(self, full: bool) -> Any:
             return nullcontext()
 

@@ -52,8 +52,10 @@ class Meeting:
             self._store = client(10)
         return self._store
 
-    def ask(self, request: str, alone: Callable[[], None] | None) -> None:
+    def ask(self, request: str, alone: Callable[[], None] | None) -> bool:
         """Carry `request` out with all ranks now; else by `alone`, if this rank can; else put it off.
+
+        Result: whether it was carried out here.
 
         Raises:
             CheckpointError: It could not be carried out, or cannot be any more because other ranks have ended.
@@ -63,22 +65,24 @@ class Meeting:
         decided = self._arrive(f"{place}/{self.times[place]}", request)
         if decided == "now":
             self.carry_out(request)
-        elif alone is not None:
+            return True
+        if alone is not None:
             if decided == self._mine():
                 alone()
+                return True
         elif self.store.check([_EXIT]):
             raise CheckpointError(_ended(request))
         else:
             self.loop.requests.append(request)
-            self.store.add(_PUT_OFF, 1)
+            self.put_off()
             if decided == self._mine():
                 when = "all ranks carry it out at their next optimizer step, with that moment's state"
                 record.say(f"dt.save was called on rank {self.rank} only: {when}")
+        return False
 
-    def stepped(self) -> None:
-        """After an optimizer step: carry out what some rank had asked for before the last exchange."""
-        if self.loop.requested:
-            self.catch_up()
+    def put_off(self) -> None:
+        """This rank has asked for something that is to be carried out later."""
+        self.store.add(_PUT_OFF, 1)
 
     def at_exit(self) -> None:
         """Carry out what is left if all ranks come to their end; a failure is reported as one of the script."""

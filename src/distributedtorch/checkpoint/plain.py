@@ -22,8 +22,8 @@ from distributedtorch.core.errors import CheckpointError, explain
 class Packer:
     """Collects the tensors of one state under names made of where they were met."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, prefix: str = "", known: Mapping[int, str] | None = None) -> None:
+        self.what, self.prefix, self.known = what, prefix, known or {}
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
         self._storages: dict[int, list[tuple[int, int]]] = {}
@@ -36,8 +36,10 @@ class Packer:
             return self.pack(value.item(), *path)
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        if id(value) in self.known:
+            return {"$tensor": self.known[id(value)]}
         if isinstance(value, Tensor):
-            return {"$tensor": self._name(value.detach(), ".".join(map(str, path)))}
+            return {"$tensor": self._name(value.detach(), self.prefix + ".".join(map(str, path)))}
         if isinstance(value, Mapping):
             return self._pack_mapping(value, path)
         if isinstance(value, list | tuple):

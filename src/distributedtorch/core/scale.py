@@ -9,7 +9,8 @@ finite, all ranks leave out that step and halve the scale; after many good steps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ class LossScale:
         """Steps in a row that were not left out."""
         self.skipped = 0
         """Steps left out so far."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {"value": self.value, "good": self.good, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.value, self.good, self.skipped = float(state["value"]), int(state["good"]), int(state["skipped"])
 
     def roots(self, tensors: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
         """What backward starts from, multiplied."""

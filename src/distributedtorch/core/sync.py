@@ -26,6 +26,19 @@ class Trained:
     """The class of the modules that the plan calls blocks."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What one rank keeps of the optimizer's state of one parameter."""
+
+    low: int
+    high: int
+    """For which of the parameter's elements, counted in memory order."""
+    stride: tuple[int, ...]
+    """The memory order."""
+    shape: tuple[int, ...] | None
+    """The shape in which values of the parameter's own shape are kept in pieces; None: they are kept whole."""
+
+
 class Sync(ABC):
     """How the replicas of one optimizer's parameters agree."""
 
@@ -98,6 +111,11 @@ class Sync(ABC):
     def take_state(self) -> None:
         """Keep of a whole state just loaded what this rank owns: all of it, unless divided."""
         return
+
+    def keeps(self, index: int) -> Kept:
+        """What this rank keeps of the state of parameter `index`: all of it, unless divided."""
+        param = self.params[index]
+        return Kept(low=0, high=param.numel(), stride=tuple(param.stride()), shape=None)
 
     def bytes_of_state(self) -> int:
         """Bytes of the optimizer's state of these parameters on this rank."""

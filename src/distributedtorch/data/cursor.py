@@ -1,6 +1,6 @@
 """Where a loader stands: counted in global batches and global samples, so the same at every number of ranks.
 
-Each rank holds four integers per loader; nothing travels, because every rank counts the same global batches. Saved in
+Each rank holds a few integers per loader; nothing travels, because every rank counts the same global batches. Saved in
 a checkpoint they say what was seen, and another number of ranks reads them unchanged.
 """
 
@@ -43,11 +43,13 @@ class Cursor:
     """Global batches handed out in the run."""
     samples: int = 0
     """Samples of all ranks handed out in the run."""
+    ended: bool = True
+    """Whether the epoch is over: walked to its end, or left. Before the first one, too."""
 
     def begin(self) -> int:
         """Start the next epoch and return its number."""
         self.epoch += 1
-        self.batch = 0
+        self.batch, self.ended = 0, False
         return self.epoch
 
     def advance(self, rows: int, rows_global: int, epoch: int) -> Share:
@@ -59,10 +61,10 @@ class Cursor:
         return share
 
     def state_dict(self) -> dict[str, int]:
-        """Plain integers, ready for JSON."""
+        """Plain numbers, ready for JSON."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Take over the counts of `state_dict`."""
         for field in fields(self):
-            setattr(self, field.name, int(state[field.name]))
+            setattr(self, field.name, state[field.name])

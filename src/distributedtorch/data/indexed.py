@@ -46,13 +46,15 @@ class Indexed:
         self._draw: Draw = partial(drawing, stream, not draws_from_torch_only(self._batches))
         self._kept: tuple[DataLoader[Any], Indices] | None = None
 
-    def begin(self) -> Iterator[Piece]:
-        """Start one epoch: everything torch draws at `iter` is drawn now."""
+    def begin(self, skip: int = 0) -> Iterator[Piece]:
+        """Start one epoch: everything torch draws at `iter` is drawn now. `skip` batches are drawn but never loaded."""
         inner, indices = self._kept or self._build()
+        indices.skip = skip
         if inner.persistent_workers:
             self._kept = inner, indices
         with self._draw():
             produced = iter(inner)
+            indices.pass_over()
         return Paired(produced, indices.sizes)
 
     def __len__(self) -> int:
@@ -105,6 +107,9 @@ class Indices:
         self._draw = draw
         self._generator = generator
         self._unseeded = private
+        self._drawn: Iterator[Any] = iter(())
+        self.skip = 0
+        """Batches to leave out at the beginning of the next iteration."""
         self.sizes: deque[tuple[int, int]] = deque()
         """Rows of the batches drawn but not yet handed out, in order; a new object for each iteration."""
 
@@ -116,12 +121,19 @@ class Indices:
                 seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
                 self._unseeded.manual_seed((seed + self._part.rank) % 2**63)
                 self._unseeded = None
-        self.sizes = deque()
+        self.sizes, self._drawn = deque(), drawn
         return self._cut(drawn, self.sizes)
+
+    def pass_over(self) -> None:
+        """Draw what is to be left out, once: after torch has drawn what it draws at `iter`, before the next batch."""
+        skip, self.skip = self.skip, 0
+        for _ in range(skip):
+            next(self._drawn, None)
 
     def _cut(self, drawn: Iterator[Any], known: deque[tuple[int, int]]) -> Iterator[Any]:
         while True:
             with self._draw():
+                self.pass_over()
                 try:
                     batch = next(drawn)
                 except StopIteration:
@@ -152,6 +164,13 @@ class Paired:
                 self._known.popleft()
             raise
         return *self._known.popleft(), batch
+
+
+def passed_over(pieces: Iterator[Piece], skip: int) -> Iterator[Piece]:
+    """The rest of `pieces`."""
+    for _ in range(skip):
+        next(pieces, None)
+    return pieces
 
 
 def draws_from_torch_only(batches: Any) -> bool:

@@ -17,11 +17,13 @@ from distributedtorch.data import survey
 from distributedtorch.data.cursor import Cursor, Share
 from distributedtorch.data.indexed import Indexed, Piece
 from distributedtorch.data.partition import Part
+from distributedtorch.data.position import Position
 from distributedtorch.data.stream import Stream
 from distributedtorch.data.streamed import Streamed
 from distributedtorch.data.whole import Whole
 
 OnBatch = Callable[[Share, Any], None]
+BeforeBatch = Callable[[], None]
 
 
 class Source(Protocol):
@@ -35,8 +37,8 @@ class Source(Protocol):
     def note(self) -> str:
         """What was done, in a few words."""
 
-    def begin(self) -> Iterator[Piece]:
-        """Start an epoch."""
+    def begin(self, skip: int = 0) -> Iterator[Piece]:
+        """Start an epoch, behind its first `skip` batches."""
 
     def __len__(self) -> int:
         """Global batches in an epoch; TypeError where there is no telling."""
@@ -49,6 +51,7 @@ def divide(
     world: int,
     stream: Stream | None,
     on_batch: OnBatch,
+    before_batch: BeforeBatch = lambda: None,
     batch: int | None = None,
     reverse: bool = False,
 ) -> Loader:
@@ -61,6 +64,7 @@ def divide(
         stream: Where the order of data is drawn from, in the same state on all ranks; `None` draws from the global
             random state, as one process does.
         on_batch: Called with each share and its batch, right before the user gets it.
+        before_batch: Called when the user asks for the next one: what was to be done with the last is done.
         batch: Another global batch size than the loader's own.
         reverse: Reverse the rows inside each global batch, to measure rounding noise.
 
@@ -82,7 +86,8 @@ def divide(
         source = Streamed(loader, part, stream, batch)
     else:
         source = Indexed(loader, part, stream, batch)
-    return Loader(loader, source, on_batch, {} if batch is None else {"batch_size": batch})
+    place = Position(loader, stream, Cursor())
+    return Loader(loader, source, place, (before_batch, on_batch), {} if batch is None else {"batch_size": batch})
 
 
 def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:
@@ -98,14 +103,21 @@ class Loader:
     Attributes of the user's loader (`dataset`, `sampler`, `batch_size`, ...) can be read and set here as there.
     """
 
-    _OWN = ("_loader", "_source", "_on_batch", "_changed", "cursor")
+    _OWN = ("_loader", "_source", "_changed", "calls", "cursor", "place")
 
-    def __init__(self, loader: Any, source: Source, on_batch: OnBatch, changed: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        source: Source,
+        place: Position,
+        calls: tuple[BeforeBatch, OnBatch],
+        changed: dict[str, Any],
+    ) -> None:
         self._loader = loader
         self._source = source
-        self._on_batch = on_batch
         self._changed = changed
-        self.cursor = Cursor()
+        self.calls = calls
+        self.place, self.cursor = place, place.cursor
 
     @property
     def note(self) -> str:
@@ -122,8 +134,7 @@ class Loader:
         return survey.fingerprint(self._loader, self.batch_global)
 
     def __iter__(self) -> Epoch:
-        pieces = self._source.begin()
-        return Epoch(self, pieces, self.cursor.begin(), self._on_batch)
+        return self.place.walk(Epoch(self, *self.place.begin(self._source.begin)))
 
     def __len__(self) -> int:
         return len(self._source)
@@ -149,19 +160,24 @@ class Loader:
 class Epoch:
     """One walk over a divided loader."""
 
-    def __init__(self, loader: Loader, pieces: Iterator[Piece], number: int, on_batch: OnBatch) -> None:
+    def __init__(self, loader: Loader, pieces: Iterator[Piece], number: int) -> None:
         self._loader = loader
         self._pieces = pieces
         self._number = number
-        self._on_batch = on_batch
 
     def __iter__(self) -> Epoch:
         return self
 
     def __next__(self) -> Any:
-        rows, rows_global, batch = next(self._pieces)
+        before, on_batch = self._loader.calls
+        before()
+        try:
+            rows, rows_global, batch = next(self._pieces)
+        except StopIteration:
+            self._loader.place.left(self)
+            raise
         share = self._loader.cursor.advance(rows, rows_global, self._number)
-        self._on_batch(share, batch)
+        on_batch(share, batch)
         return batch
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ import base64
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -51,26 +51,45 @@ class Stream:
         """Make this stream's state the global one: what draws next goes on where the order of data stands."""
         install(self._state, full=True)
 
+    @property
+    def state(self) -> State:
+        """The state now; it is replaced, never changed."""
+        return self._state
+
+    @state.setter
+    def state(self, value: State) -> None:
+        self._state = value
+
     def state_bytes(self) -> bytes:
-        """The state as JSON, to send to other ranks or to save."""
-        numpy_state = self._state.numpy
-        if numpy_state is not None:
-            inner = {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}
-            numpy_state = {**numpy_state, "state": inner}
-        return json.dumps(
-            {
-                "torch": base64.b64encode(bytes(self._state.torch.tolist())).decode(),
-                "python": self._state.python,
-                "numpy": numpy_state,
-            }
-        ).encode()
+        """The state as JSON, to send to other ranks."""
+        return json.dumps(as_plain(self._state)).encode()
 
     def load_bytes(self, data: bytes) -> None:
         """Take over a state made by `state_bytes`."""
-        given = json.loads(data)
-        torch_state = torch.tensor(list(base64.b64decode(given["torch"])), dtype=torch.uint8)
-        version, internal, gauss = given["python"]
-        self._state = State(torch_state, (version, tuple(internal), gauss), _numpy_from_json(given["numpy"]))
+        self._state = from_plain(json.loads(data))
+
+
+def as_plain(state: State) -> dict[str, Any]:
+    """A state as plain data."""
+    numpy_state = state.numpy
+    if numpy_state is not None:
+        inner = {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}
+        numpy_state = {**numpy_state, "state": inner}
+    return {
+        "torch": base64.b64encode(bytes(state.torch.tolist())).decode(),
+        "python": state.python,
+        "numpy": numpy_state,
+    }
+
+
+def from_plain(given: Mapping[str, Any]) -> State:
+    """The state that `as_plain` was given."""
+    torch_state = torch.tensor(list(base64.b64decode(given["torch"])), dtype=torch.uint8)
+    python = given["python"]
+    if python is not None:
+        version, internal, gauss = python
+        python = (version, tuple(internal), gauss)
+    return State(torch_state, python, _numpy_from_json(given["numpy"]))
 
 
 class Drawing:

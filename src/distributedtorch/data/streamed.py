@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from distributedtorch.data.indexed import Piece, in_order_note, loading_options
+from distributedtorch.data.indexed import Piece, in_order_note, loading_options, passed_over
 from distributedtorch.data.partition import Part
 from distributedtorch.data.stream import DividedLoader, Stream, drawing
 from distributedtorch.data.worker import reseed
@@ -33,14 +33,18 @@ class Streamed:
         self.batch_global: int | None = batch or loader.batch_size
         self._kept: DataLoader[Any] | None = None
 
-    def begin(self) -> Iterator[Piece]:
-        """Start one epoch: torch draws the workers' seed, and without workers the dataset's `iter` runs."""
+    def begin(self, skip: int = 0) -> Iterator[Piece]:
+        """Start one epoch: torch draws the workers' seed, and without workers the dataset's `iter` runs.
+
+        `skip` batches are read and thrown away: a stream has no other way to come to a place.
+        """
         # Not `or`: a DataLoader over a stream without length has no truth value.
         inner = self._build() if self._kept is None else self._kept
         if inner.persistent_workers:
             self._kept = inner
         with drawing(self._stream, full=True):
-            return iter(inner)
+            pieces: Iterator[Piece] = iter(inner)
+        return passed_over(pieces, skip)
 
     def __len__(self) -> int:
         if self._rebatched is None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from distributedtorch.data.cut import divide_batch
-from distributedtorch.data.indexed import Piece
+from distributedtorch.data.indexed import Piece, passed_over
 from distributedtorch.data.partition import Part
 from distributedtorch.data.stream import Stream, drawing
 
@@ -25,11 +25,11 @@ class Whole:
         self._part = part
         self._stream = stream
 
-    def begin(self) -> Iterator[Piece]:
-        """Start one pass over the user's object."""
+    def begin(self, skip: int = 0) -> Iterator[Piece]:
+        """Start one pass over the user's object; `skip` batches are built and thrown away."""
         with drawing(self._stream, full=True):
             produced = iter(self._loader)
-        return Pieces(produced, self._part, self._stream)
+        return passed_over(Pieces(produced, self._part, self._stream), skip)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

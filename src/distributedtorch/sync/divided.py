@@ -259,6 +259,23 @@ def fence() -> None:
             raise DesyncError(_uneven(_name_of(number), rank, everywhere[0][number], editions[number]))
 
 
+def kept() -> dict[int, tuple[Slot, int, int, Tensor]]:
+    """What this rank keeps of every divided parameter, by its id: elements from and to in memory order, and values."""
+    found = {}
+    for unit in [unit for memory in ALL for unit in memory.units]:
+        for slot, param in zip(unit.slab.slots, unit.params, strict=True):
+            low, high = unit.slab.piece(slot, unit.memory.comm.rank)
+            first = slot.start - unit.range.start
+            found[id(param)] = slot, low, high, unit.own[first + low : first + high]
+    return found
+
+
+def refilled() -> None:
+    """After a fence and new values in what `kept` gives: every rank can have them. A group call."""
+    for memory in ALL:
+        memory.agree()
+
+
 def _nowhere(slab: Slab) -> list[Tensor]:
     """Tensors with the parameters' shapes and no memory."""
     views = []

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from distributedtorch.core.bucket import Slot
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
+from distributedtorch.core.sync import Kept
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.gradient import Held
 from distributedtorch.sync.state import divide_state, gather_state, step_on
@@ -158,6 +159,14 @@ class Sparse(Alone):
             mine = param.detach()[rows[self.comm.rank] : rows[self.comm.rank + 1]]
             out.append(Held(whole, mine, [row * param[0].numel() for row in rows], self.comm, name))
         return out
+
+    def keeps(self, index: int) -> Kept:
+        if not self.divided:
+            return super().keeps(index)
+        param, (low, high) = self.params[index], self.rows[index][self.comm.rank : self.comm.rank + 2]
+        size = param[0].numel()
+        shape = (high - low, *param.shape[1:])
+        return Kept(low=low * size, high=high * size, stride=tuple(param.stride()), shape=shape)
 
     def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         if not self.divided:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from distributedtorch.core.bucket import Slab, Slot
 from distributedtorch.core.comm import Pending
 from distributedtorch.core.plan import Traits
-from distributedtorch.core.sync import Sync
+from distributedtorch.core.sync import Kept, Sync
 from distributedtorch.sync.collect import Cell, Collect, refuse_buffer
 from distributedtorch.sync.gradient import DividedGrad, Held
 from distributedtorch.sync.memory import Memory
@@ -256,6 +256,12 @@ class Zero(Sync):
 
     def take_state(self) -> None:
         divide_state(self.optimizer, self.params, self.held, whole=self.whole)
+
+    def keeps(self, index: int) -> Kept:
+        held = self.held[index]
+        low, high = held.bounds[self.comm.rank : self.comm.rank + 2]
+        shape = None if self.whole else tuple(held.local.shape)
+        return Kept(low=low, high=high, stride=tuple(held.slot.stride), shape=shape)
 
     def bytes_held(self) -> dict[str, int]:
         grads = [*self.collect.buffers(), *self.shards]

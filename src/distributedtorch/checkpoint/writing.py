@@ -1,0 +1,205 @@
+"""Writing a checkpoint together: every rank its own parts, then one of them the index and the commit.
+
+The ranks speak through a few short keys in the store, so that it can be done behind training, in a thread of each rank:
+the leader opens a draft and names it, every rank writes its files and says their hashes, the leader writes
+checkpoint.json, commits, removes what is older than to be kept, and says how it ended. A rank that fails says so: the
+draft is dropped, and all ranks hear the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distributedtorch.checkpoint import blocks, index
+from distributedtorch.checkpoint.place import INDEX, Place
+from distributedtorch.core.errors import CheckpointError, explain
+
+_SECONDS_TO_WRITE = 3600.0
+
+
+@dataclass(kw_only=True)
+class Piece:
+    """A range of a tensor that one rank writes."""
+
+    key: str
+    file: str
+    """Which kind of file it goes into: "model" or "state"."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    """Where the range is counted in another order than row-major."""
+    low: int
+    high: int
+    tensor: Tensor
+    """Its values: flat, or the whole tensor in its shape."""
+
+    @property
+    def whole(self) -> bool:
+        return tuple(self.tensor.shape) == self.shape and self.stride is None
+
+    @property
+    def name(self) -> str:
+        return self.key if self.whole else f"{self.key}@{self.low}:{self.high}"
+
+
+@dataclass(kw_only=True)
+class Content:
+    """What one rank writes."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    run: dict[str, Any] = field(default_factory=dict)
+    """Nested state. The leader's counts, but for the optimizers' state, which every rank adds to."""
+    head: dict[str, Any] = field(default_factory=dict)
+    """Step, plan, versions."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
+
+
+class Channel:
+    """How the ranks of one save speak: this rank alone, or through the store."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], store: Callable[[], Store] | None, name: str) -> None:
+        self.rank, self.ranks, self.name = rank, list(ranks), name
+        self._store = None if store is None else store()
+        self._said: dict[str, str] = {}
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.ranks[0]
+
+    def say(self, key: str, value: Any) -> None:
+        if self._store is None:
+            self._said[key] = json.dumps(value)
+        else:
+            self._store.set(f"{self.name}/{key}", json.dumps(value))
+
+    def hear(self, key: str) -> Any:
+        if self._store is None:
+            return json.loads(self._said[key])
+        place = f"{self.name}/{key}"
+        try:
+            self._store.wait([place], timedelta(seconds=_SECONDS_TO_WRITE))
+        except RuntimeError as error:
+            given = f"nothing was heard of {key!r} in {_SECONDS_TO_WRITE:.0f} s ({error})"
+            raise CheckpointError(explain(given, "every rank to write its part", "look at the other ranks")) from None
+        return json.loads(self._store.get(place))
+
+    def forget(self, keys: Sequence[str]) -> None:
+        if self._store is not None:
+            for key in keys:
+                self._store.delete_key(f"{self.name}/{key}")
+
+
+def carry_out(place: Place, content: Content | str, channel: Channel, *, keep: int, private: bool) -> str:
+    """Write a checkpoint with all ranks of the channel. The result is its name, the same on all of them.
+
+    `content` is what this rank writes, or in words why it cannot.
+
+    Raises:
+        CheckpointError: It could not be written, on whichever rank; what was there before is as it was.
+    """
+    ranks = len(channel.ranks)
+    if channel.leads:
+        channel.say("draft", _attempt(place, content, lambda mine: _open(place, mine, ranks)))
+    opened = channel.hear("draft")
+    if "fault" in opened:
+        raise CheckpointError(opened["fault"])
+    draft, name = opened["draft"], opened["name"]
+    card = _attempt(place, content, lambda mine: _write(place, draft, channel.rank, mine, private=private))
+    channel.say(f"card/{channel.rank}", card)
+    if channel.leads:
+        cards = [channel.hear(f"card/{rank}") for rank in channel.ranks]
+        faults = [card["fault"] for card in cards if "fault" in card]
+        verdict = {"fault": faults[0]} if faults else {}
+        commit = partial(_commit, place, draft, name, cards=cards, private=private)
+        verdict = verdict or _attempt(place, content, commit)
+        if "fault" in verdict:
+            place.drop(draft)
+        else:
+            _attempt(place, content, lambda _: _prune(place, keep))
+        channel.say("verdict", verdict)
+        channel.forget([f"card/{rank}" for rank in channel.ranks])
+    verdict = channel.hear("verdict")
+    if "fault" in verdict:
+        raise CheckpointError(verdict["fault"])
+    return str(name)
+
+
+def _attempt(place: Place, content: Content | str, act: Callable[[Content], dict[str, Any]]) -> dict[str, Any]:
+    """What `act` returns, or {"fault": why not}: the other ranks wait for it."""
+    if isinstance(content, str):
+        return {"fault": content}
+    try:
+        return act(content)
+    except CheckpointError as error:
+        return {"fault": str(error)}
+    except Exception as error:
+        given = f"{place.said} could not be written: {error}"
+        do = "check its folder and its disk; training can go on, and earlier checkpoints are as they were"
+        return {"fault": explain(given, "a place that every rank can write to", do)}
+
+
+def _open(place: Place, content: Content, ranks: int) -> dict[str, Any]:
+    place.lock()
+    name = place.next_name(content.head["step"])
+    return {"draft": place.begin(name, content.bytes * ranks), "name": name}
+
+
+def _write(place: Place, draft: str, rank: int, content: Content, *, private: bool) -> dict[str, Any]:
+    """Write this rank's files. The result says all about them that the index needs."""
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for kind in ("model", "state"):
+        mine = [piece for piece in content.pieces if piece.file == kind]
+        if not mine:
+            continue
+        file = f"{kind}-{rank:05d}.safetensors"
+        with place.writing(draft, file, private=private) as sink:
+            card = blocks.write(sink, [(piece.name, piece.tensor) for piece in mine])
+        files[file] = {"bytes": card.bytes, "blocks": list(card.blocks)}
+        for piece in mine:
+            said = {"shape": list(piece.shape), "dtype": blocks.word(piece.tensor.dtype, piece.key)}
+            said |= {} if piece.stride is None else {"stride": list(piece.stride)}
+            tensors[piece.key] = {**said, "parts": [[file, piece.name, piece.low, piece.high]]}
+    return {"files": files, "tensors": tensors, "optimizers": content.run.get("optimizers", [])}
+
+
+def _commit(
+    place: Place, draft: str, name: str, content: Content, *, cards: Sequence[dict[str, Any]], private: bool
+) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for key, said in [pair for card in cards for pair in card["tensors"].items()]:
+        tensors.setdefault(key, {**said, "parts": []})["parts"] += said["parts"]
+    for said in tensors.values():
+        said["parts"].sort(key=lambda part: part[2:])
+    run = dict(content.run)
+    for card in cards:
+        for mine, theirs in zip(run.get("optimizers", []), card["optimizers"], strict=True):
+            for key, values in theirs.get("state", {}).items():
+                mine["state"].setdefault(key, {}).update(values)
+    files = {file: said for card in cards for file, said in card["files"].items()}
+    text = index.text({**content.head, "run": run, "tensors": tensors, "files": files})
+    seen = place.files(draft)
+    for file, said in files.items():
+        if seen.get(file) != said["bytes"]:
+            given = f"{place.said}: {file} of another rank is not there as it was written"
+            raise CheckpointError(explain(given, "one folder that all ranks see", "save to a disk all hosts share"))
+    with place.writing(draft, INDEX, private=private) as sink:
+        sink(memoryview(text))
+    place.commit(draft, name)
+    return {}
+
+
+def _prune(place: Place, keep: int) -> dict[str, Any]:
+    for name in [name for name in place.committed() if INDEX in place.files(name)][keep:]:
+        place.remove(name)
+    return {}

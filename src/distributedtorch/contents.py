@@ -1,0 +1,471 @@
+"""What a checkpoint of this run holds: taken from the run, and put back into it, under any plan.
+
+Every rank gives the pieces it keeps: its part of divided parameters and optimizer state, and its share of what all
+ranks have in common. Put back, every rank reads the ranges it keeps and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distributedtorch.attach import own_randomness
+from distributedtorch.checkpoint.index import Entry, Reader
+from distributedtorch.checkpoint.plain import Packer, unpack
+from distributedtorch.checkpoint.writing import Content, Piece
+from distributedtorch.core.errors import CheckpointError, explain
+from distributedtorch.core.sync import Kept
+from distributedtorch.core.world import accelerator, here
+from distributedtorch.data.stream import as_plain, capture, from_plain, install
+from distributedtorch.run import RUN
+from distributedtorch.sync import divided
+
+_SHOWN = 5
+
+
+def keys_of(models: list[nn.Module]) -> dict[int, str]:
+    """By a parameter's id the name of its tensor in a checkpoint: the first it is met under."""
+    keys: dict[int, str] = {}
+    for number, model in enumerate(models):
+        for name, param in model.named_parameters(remove_duplicate=False):
+            keys.setdefault(id(param), f"model.{number}/{name}")
+    return keys
+
+
+def kept_of(optimizer: Optimizer) -> dict[int, Kept]:
+    """By a parameter's id what this rank keeps of its state, where the plan divides that."""
+    syncs = [member.sync for member in here().loop.members if member.sync.optimizer is optimizer]
+    return {id(p): sync.keeps(k) for sync in syncs if sync.divided for k, p in enumerate(sync.params)}
+
+
+# Taken from the run.
+
+
+def collect(model: int | None, state: Mapping[str, Any], *, writers: list[int]) -> Content:
+    """What this rank writes where `writers` write together."""
+    return _Collector(model, state, writers).content
+
+
+class _Collector:
+    def __init__(self, model: int | None, state: Mapping[str, Any], writers: list[int]) -> None:
+        self.leads = here().rank == writers[0]
+        self.share = (writers.index(here().rank), len(writers))
+        self.models = RUN.models if model is None else [RUN.models[model]]
+        self.keys = keys_of(self.models)
+        self.divided = divided.kept() if divided.ALL else {}
+        self.common: list[Piece] = []
+        """What all ranks have: each writes a share of it."""
+        self.content = Content(head=_head())
+        run = self.content.run
+        run["models"] = [self._model(number, one) for number, one in enumerate(self.models)]
+        run["optimizers"] = []
+        if model is None:
+            run["optimizers"] = [self._optimizer(number, one) for number, one in enumerate(RUN.optimizers)]
+            self._rest(state)
+        self.content.pieces += _share(self.common, *self.share)
+
+    def _model(self, number: int, model: nn.Module) -> dict[str, Any]:
+        for param in model.parameters():
+            key = self.keys[id(param)]
+            if key.startswith(f"model.{number}/"):
+                self._parameter(key, param)
+        return {
+            "kind": _kind(model),
+            "state": self._packed(f"model.{number}", model.state_dict(keep_vars=True), "model"),
+        }
+
+    def _parameter(self, key: str, param: nn.Parameter) -> None:
+        if id(param) not in self.divided:
+            shape = tuple(param.shape)
+            self.common.append(
+                Piece(key=key, file="model", shape=shape, stride=None, low=0, high=param.numel(), tensor=param.detach())
+            )
+            return
+        slot, low, high, values = self.divided[id(param)]
+        if low < high or (slot.numel == 0 and self.leads):
+            self.content.pieces.append(
+                Piece(
+                    key=key,
+                    file="model",
+                    shape=tuple(slot.shape),
+                    stride=_not_row_major(tuple(slot.shape), tuple(slot.stride)),
+                    low=low,
+                    high=high,
+                    tensor=values,
+                )
+            )
+
+    def _packed(self, prefix: str, value: Any, file: str = "state") -> Any:
+        """Nested state as JSON; the leader writes its tensors."""
+        packer = Packer(prefix, f"{prefix}/", self.keys)
+        packed = packer.pack(value)
+        if self.leads:
+            self.content.pieces += [_whole(name, tensor, file) for name, tensor in packer.tensors.items()]
+        return packed
+
+    def _optimizer(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
+        said: dict[str, Any] = {"kind": _kind(optimizer), "state": {}}
+        if _own_way(optimizer):
+            return {**said, "whole": self._packed(f"optimizer.{number}", optimizer.state_dict())}
+        said["groups"] = []
+        for group in optimizer.param_groups:
+            options = {name: value for name, value in group.items() if name != "params"}
+            names = [self.keys[id(param)] for param in group["params"]]
+            place = f"optimizer.{number}/groups/{len(said['groups'])}"
+            said["groups"].append({"params": names, "options": self._packed(place, options)})
+        kept = kept_of(optimizer)
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+            values = optimizer.state.get(param)
+            if values:
+                key = self.keys[id(param)]
+                said["state"][key] = self._state(f"optimizer.{number}/{key}", param, values, kept.get(id(param)))
+        return said
+
+    def _state(self, prefix: str, param: Tensor, values: Mapping[str, Any], kept: Kept | None) -> dict[str, Any]:
+        """One parameter's state: in pieces where it has the parameter's shape, else written by who has the first."""
+        packed: dict[str, Any] = {}
+        for name, value in values.items():
+            key = f"{prefix}/{name}"
+            if kept is not None and kept.shape is not None and _has_shape(value, kept.shape):
+                stride = _not_row_major(tuple(param.shape), kept.stride)
+                flat = value.detach().reshape(-1)
+                piece = Piece(
+                    key=key,
+                    file="state",
+                    shape=tuple(param.shape),
+                    stride=stride,
+                    low=kept.low,
+                    high=kept.high,
+                    tensor=flat,
+                )
+                self.content.pieces.append(piece)
+                packed[name] = {"$tensor": key}
+            elif kept is None and _has_shape(value, tuple(param.shape)):
+                self.common.append(_whole(key, value, "state"))
+                packed[name] = {"$tensor": key}
+            elif kept is not None and kept.low == 0:
+                packer = Packer(key, f"{prefix}/")
+                packed[name] = packer.pack(value, name)
+                self.content.pieces += [_whole(place, tensor, "state") for place, tensor in packer.tensors.items()]
+            elif kept is None:
+                packed[name] = self._packed(prefix, {name: value})[name]
+        return packed
+
+    def _rest(self, state: Mapping[str, Any]) -> None:
+        run, world = self.content.run, here()
+        run["schedulers"] = [
+            {"kind": _kind(one), "state": self._packed(f"scheduler.{number}", one.state_dict())}
+            for number, one in enumerate(RUN.schedulers)
+        ]
+        run["user"] = {name: self._packed(f"user/{name}", one.state_dict()) for name, one in state.items()}
+        run["loaders"] = [loader.place.state_dict() for loader in RUN.loaders]
+        scale = world.loop.loss_scale
+        run["loss scale"] = None if scale is None else scale.state_dict()
+        run["order"] = as_plain(capture(full=True) if RUN.stream is None else RUN.stream.state)
+        mine = torch.frombuffer(bytearray(json.dumps(_random()).encode()), dtype=torch.uint8)
+        self.content.pieces.append(_whole(f"random/{world.rank}", mine, "state"))
+
+
+def _head() -> dict[str, Any]:
+    versions = {"distributedtorch": version("distributedtorch"), "torch": torch.__version__}
+    return {"versions": versions, "plan": str(RUN.plan), "world": here().size, "step": here().loop.steps}
+
+
+def _random() -> dict[str, Any]:
+    """This rank's own random states."""
+    states: dict[str, Any] = {"host": as_plain(capture(full=True))}
+    if accelerator() != "cpu":
+        states["device"] = torch.get_device_module(accelerator()).get_rng_state().tolist()
+    return states
+
+
+def _whole(key: str, tensor: Tensor, file: str) -> Piece:
+    tensor = tensor.detach()
+    shape = tuple(tensor.shape)
+    return Piece(key=key, file=file, shape=shape, stride=None, low=0, high=tensor.numel(), tensor=tensor)
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == shape
+
+
+def _not_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    return None if torch.empty(shape, device="meta").as_strided(shape, stride).is_contiguous() else stride
+
+
+def _share(common: list[Piece], mine: int, shares: int) -> Iterator[Piece]:
+    """This rank's share of what all have: the ranges that lie in its part of all bytes put in a row."""
+    total = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in common)
+    low, high, at = total * mine // shares, total * (mine + 1) // shares, 0
+    for piece in common:
+        size, numel = piece.tensor.element_size(), piece.tensor.numel()
+        bounds = [min(max(-(-(edge - at) // size), 0), numel) for edge in (low, high)]
+        at += numel * size
+        if numel == 0:
+            if mine == 0:
+                yield piece
+        elif bounds == [0, numel]:
+            yield piece
+        elif bounds[0] < bounds[1]:
+            flat = piece.tensor.contiguous().reshape(-1)[bounds[0] : bounds[1]]
+            yield Piece(
+                key=piece.key,
+                file=piece.file,
+                shape=piece.shape,
+                stride=None,
+                low=bounds[0],
+                high=bounds[1],
+                tensor=flat,
+            )
+
+
+def _own_way(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's state is more than torch's frame says: then it is kept as its `state_dict` gives it."""
+    kind = type(optimizer)
+    return kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict
+
+
+def _kind(thing: object) -> str:
+    return type(thing).__name__
+
+
+# Put back into the run.
+
+
+class Stored:
+    """A checkpoint beside the run that it is to go into."""
+
+    def __init__(self, reader: Reader, model: nn.Module | None, state: Mapping[str, Any]) -> None:
+        self.reader, self.part, self.user = reader, model is not None, state
+        self.run = reader.index.content["run"]
+        self.models = RUN.models if model is None else [model]
+        saved: list[dict[str, Any]] = self.run["models"]
+        self.saved = [saved[RUN.models.index(model)]] if model is not None and len(saved) > 1 else saved
+        self.tensors = _Lazily(reader)
+
+    def misfit(self) -> str:
+        """Why it is not of this run, or nothing."""
+        if len(self.models) != len(self.saved):
+            given = f"the checkpoint holds {len(self.saved)} models, {len(self.models)} are to be loaded"
+            do = "distribute the same models in the same order, or dt.load(path, model=...)"
+            return explain(given, "as many", do)
+        for number, (model, saved) in enumerate(zip(self.models, self.saved, strict=True)):
+            lines = difference(self._looks_here(model), self._looks_saved(saved["state"]))
+            if lines:
+                given = f"model {number} ({_kind(model)}) is not the one that was saved ({saved['kind']}):\n"
+                needed, do = "the same parameters and buffers", "build the model as it was when saved"
+                return explain(given + "\n".join(lines), needed, do)
+        return "" if self.part else self._other_misfit()
+
+    def _looks_here(self, model: nn.Module) -> dict[str, str]:
+        return {name: _looks(value) for name, value in model.state_dict(keep_vars=True).items()}
+
+    def _looks_saved(self, state: dict[str, Any]) -> dict[str, str]:
+        entries = self.reader.index.tensors
+        return {
+            name: _looks(entries[value["$tensor"]]) if isinstance(value, dict) and "$tensor" in value else _looks(value)
+            for name, value in state.items()
+        }
+
+    def _other_misfit(self) -> str:
+        keys = keys_of(RUN.models)
+        shapes = {
+            "optimizers": (
+                [_groups(o["kind"], [g["params"] for g in o.get("groups", [])]) for o in self.run["optimizers"]],
+                [
+                    _groups(
+                        _kind(o), [] if _own_way(o) else [[keys[id(p)] for p in g["params"]] for g in o.param_groups]
+                    )
+                    for o in RUN.optimizers
+                ],
+            ),
+            "schedulers": ([s["kind"] for s in self.run["schedulers"]], [_kind(s) for s in RUN.schedulers]),
+            "loaders": (["a loader"] * len(self.run["loaders"]), ["a loader"] * len(RUN.loaders)),
+        }
+        for word, (saved, have) in shapes.items():
+            if saved and have and saved != have:
+                given = f"the checkpoint's {word} are: {', '.join(saved)}"
+                return explain(given, f"as here: {', '.join(have)}", f"distribute the same {word}")
+        missing = [name for name in self.user if name not in self.run["user"]]
+        if missing:
+            given = f"state= names {missing[0]!r}, and the checkpoint has {sorted(self.run['user']) or 'none'}"
+            return explain(given, "what was saved under that name", "leave it out, or load a checkpoint that has it")
+        return ""
+
+    def apply(self) -> None:
+        """Take everything over. A group call where something is divided."""
+        self._models()
+        if self.part:
+            return
+        for number, optimizer in enumerate(RUN.optimizers):
+            if number < len(self.run["optimizers"]):
+                self._optimizer(optimizer, self.run["optimizers"][number])
+        for scheduler, saved in zip(RUN.schedulers, self.run["schedulers"], strict=False):
+            scheduler.load_state_dict(unpack(saved["state"], self.tensors))
+        for name, one in self.user.items():
+            one.load_state_dict(unpack(self.run["user"][name], self.tensors))
+        for loader, saved in zip(RUN.loaders, self.run["loaders"], strict=False):
+            loader.place.load_state_dict(saved)
+        scale = here().loop.loss_scale
+        if scale is not None and self.run["loss scale"] is not None:
+            scale.load_state_dict(self.run["loss scale"])
+        here().loop.steps = int(self.reader.index.content["step"])
+        self._random()
+
+    def _models(self) -> None:
+        kept = divided.kept() if divided.ALL else {}
+        params: dict[str, nn.Parameter] = {}
+        for model, saved in zip(self.models, self.saved, strict=True):
+            named = dict(model.named_parameters(remove_duplicate=False))
+            params |= {saved["state"][n]["$tensor"]: p for n, p in named.items() if n in saved["state"]}
+            rest = {name: value for name, value in saved["state"].items() if name not in named}
+            model.load_state_dict(unpack(rest, self.tensors), strict=False)
+        if kept:
+            divided.fence()
+        for key in sorted(params, key=self.reader.where):
+            param = params[key]
+            if id(param) in kept:
+                slot, low, high, values = kept[id(param)]
+                if low < high:
+                    self._fill(key, tuple(slot.stride), low, values)
+            else:
+                with torch.no_grad():
+                    flat = param.detach().view(-1) if param.is_contiguous() else None
+                    if flat is not None:
+                        self._fill(key, tuple(param.stride()), 0, flat)
+                    else:
+                        param.copy_(self.reader.whole(key))
+        if kept:
+            divided.refilled()
+        else:
+            torch.autograd.graph.increment_version(list(params.values()))
+
+    def _fill(self, key: str, stride: tuple[int, ...], low: int, values: Tensor) -> None:
+        entry = self.reader.index.tensors[key]
+        if values.device.type == "cpu" and entry.stride is None and _not_row_major(entry.shape, stride) is None:
+            self.reader.read_into(key, low, values)
+        else:
+            values.copy_(self.reader.ordered(key, stride, low, low + values.numel()))
+
+    def _optimizer(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        if "whole" in saved:
+            optimizer.load_state_dict(unpack(saved["whole"], self.tensors))
+            return
+        kept = kept_of(optimizer)
+        keys = keys_of(RUN.models)
+        state: dict[Tensor, dict[str, Any]] = {}
+        wanted = []
+        for group, given in zip(optimizer.param_groups, saved["groups"], strict=True):
+            options = unpack(given["options"], self.tensors)
+            group.update(options)
+            for param in group["params"]:
+                values = saved["state"].get(keys[id(param)], {})
+                mine = kept.get(id(param))
+                if values and (mine is None or mine.low < mine.high):
+                    state[param] = dict.fromkeys(values)
+                    wanted += [(param, group, mine, name, value) for name, value in values.items()]
+        for param, group, mine, name, value in sorted(wanted, key=self._order):
+            state[param][name] = self._value(param, group, mine, name, value)
+        optimizer.__setstate__({"state": _Default(optimizer, state), "param_groups": optimizer.param_groups})
+
+    def _order(self, wanted: tuple[Any, ...]) -> tuple[str, int]:
+        value = wanted[-1]
+        return self.reader.where(value["$tensor"]) if isinstance(value, dict) and "$tensor" in value else ("", 0)
+
+    def _value(self, param: Tensor, group: dict[str, Any], kept: Kept | None, name: str, value: Any) -> Any:
+        if not (isinstance(value, dict) and "$tensor" in value):
+            return unpack(value, self.tensors)
+        key = value["$tensor"]
+        entry = self.reader.index.tensors[key]
+        if kept is not None and kept.shape is not None and entry.shape == tuple(param.shape) and entry.shape:
+            found = self.reader.ordered(key, kept.stride, kept.low, kept.high).view(kept.shape)
+        else:
+            found = self.reader.whole(key)
+        stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as torch's own loading has it
+        return found if stays else found.to(param.device)
+
+    def _random(self) -> None:
+        """The order of data goes on; each rank's own numbers too, where it had any."""
+        world, order = here(), from_plain(self.run["order"])
+        mine = f"random/{world.rank}"
+        if RUN.stream is not None:
+            RUN.stream.state = order
+        if mine in self.reader.index.tensors and world.size == self.reader.index.content["world"]:
+            states = json.loads(bytes(self.reader.whole(mine).tolist()))
+            install(from_plain(states["host"]), full=True)
+            if "device" in states and accelerator() != "cpu":
+                device = torch.tensor(states["device"], dtype=torch.uint8)
+                torch.get_device_module(accelerator()).set_rng_state(device)
+            return
+        install(order, full=True)
+        own_randomness(world.rank, self.reader.index.content["step"])
+
+
+class _Lazily(Mapping[str, Tensor]):
+    """A checkpoint's tensors, each read when it is asked for."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.reader.whole(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reader.index.tensors)
+
+    def __len__(self) -> int:
+        return len(self.reader.index.tensors)
+
+
+def _Default(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]]) -> Any:
+    """A state of the kind that the optimizer has."""
+    kind: Callable[..., Any] = type(optimizer.state)
+    made = kind(dict) if hasattr(optimizer.state, "default_factory") else kind()
+    made.update(state)
+    return made
+
+
+def _groups(kind: str, names: list[list[str]]) -> str:
+    said = " + ".join(f"{len(group)} ({group[0]} ...)" if group else "0" for group in names)
+    return f"{kind} over {said} parameters" if names else kind
+
+
+def difference(have: dict[str, str], saved: dict[str, str]) -> list[str]:
+    """How two states differ, in a few lines."""
+    found = {
+        "missing in the checkpoint": [name for name in have if name not in saved],
+        "not in the model": [name for name in saved if name not in have],
+        "of another shape or type": [
+            f"{name} (saved {saved[name]}, here {have[name]})"
+            for name in have
+            if name in saved and saved[name] != have[name]
+        ],
+    }
+    return [
+        f"    {what}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+        for what, names in found.items()
+        if names
+    ]
+
+
+def _looks(value: Any) -> str:
+    if not isinstance(value, Tensor | Entry):
+        return type(value).__name__
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def check_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The user's own objects, or an error that says what they lack."""
+    given = dict(state or {})
+    for name, one in given.items():
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            said = f"state={{{name!r}: a {type(one).__name__}}}"
+            do = "give it both methods, of plain numbers, text and tensors"
+            raise CheckpointError(explain(said, "objects with state_dict() and load_state_dict()", do))
+    return given

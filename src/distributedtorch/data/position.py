@@ -1,0 +1,109 @@
+"""Where the order of one loader stands, so that a run that goes on later hands out the batches that were left.
+
+The order of an epoch follows from the random state at its beginning. That state is kept; to go on at batch b the epoch
+is begun from it once more, and b batches are passed over. After that the random state is the one that was saved: what
+else has drawn since the epoch began counts too. Generators that the user gave to the loader or its samplers are kept in
+the same way.
+"""
+
+from __future__ import annotations
+
+import base64
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from distributedtorch.data.cursor import Cursor
+from distributedtorch.data.stream import State, Stream, as_plain, capture, from_plain, install
+
+
+class Position:
+    """The random states that one loader's order comes from: at the beginning of its epoch, and now."""
+
+    def __init__(self, loader: Any, stream: Stream | None, cursor: Cursor) -> None:
+        self.loader, self.stream, self.cursor = loader, stream, cursor
+        self._began: tuple[State, list[torch.Tensor]] | None = None
+        self._walk: Callable[[], Any] = lambda: None
+        self._goes_on = False
+        self._later = False
+        """Whether the next epoch is not the run's first, though it is this object's."""
+
+    def begin(self, begin: Callable[[int], Iterator[Any]]) -> tuple[Iterator[Any], int]:
+        """Start an epoch, or the rest of one; its batches and its number."""
+        if self._later and getattr(self.loader, "persistent_workers", False):
+            before = self._now(), self._generators_now()
+            begin(0)  # torch draws the seed of workers that stay in the first epoch only: let that be over
+            self._set(*before)
+        self._later = False
+        if not self._goes_on or self._began is None:
+            self._goes_on = False
+            self._began = self._now(), self._generators_now()
+            return begin(0), self.cursor.begin()
+        self._goes_on = False
+        now, theirs = self._now(), self._generators_now()
+        self._set(*self._began)
+        try:
+            return begin(self.cursor.batch), self.cursor.epoch
+        finally:
+            self._set(now, theirs)
+
+    def walk(self, epoch: Any) -> Any:
+        """An epoch that is handed to the user."""
+        self._walk = weakref.ref(epoch)
+        return epoch
+
+    def left(self, epoch: Any) -> None:
+        """An epoch has come to its end."""
+        if self._walk() is epoch:
+            self.cursor.ended = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: counts, and where the epoch goes on, the states it began with."""
+        if self._walk() is None and not self._goes_on:
+            self.cursor.ended = True  # left by `break`: nobody holds it any more
+        saved: dict[str, Any] = {"cursor": self.cursor.state_dict(), "generators": _plain(self._generators_now())}
+        if not self.cursor.ended and self._began is not None:
+            saved["began"] = {"order": as_plain(self._began[0]), "generators": _plain(self._began[1])}
+        return saved
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Stand where another loader stood."""
+        self.cursor.load_state_dict(saved["cursor"])
+        for generator, state in zip(self._generators(), saved["generators"], strict=False):
+            generator.set_state(_tensor(state))
+        self._later = self.cursor.epoch + self.cursor.ended > 0
+        began = saved.get("began")
+        self._goes_on = began is not None
+        if began is not None:
+            self._began = from_plain(began["order"]), [_tensor(text) for text in began["generators"]]
+
+    def _now(self) -> State:
+        return capture(full=True) if self.stream is None else self.stream.state
+
+    def _set(self, state: State, generators: list[torch.Tensor]) -> None:
+        if self.stream is None:
+            install(state, full=True)
+        else:
+            self.stream.state = state
+        for generator, value in zip(self._generators(), generators, strict=False):
+            generator.set_state(value)
+
+    def _generators_now(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _generators(self) -> list[torch.Generator]:
+        """Those that the user gave, each once."""
+        holders = [self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
+        holders.append(getattr(holders[-1], "sampler", None))
+        found = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
+        return list(found.values())
+
+
+def _plain(states: list[torch.Tensor]) -> list[str]:
+    return [base64.b64encode(bytes(state.tolist())).decode() for state in states]
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
