@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,22 +188,29 @@ class Reader:
         """Read this share of all blocks and see that each is as it was written; every file's header too."""
         number = 0
         for name in sorted(self.index.files):
-            file, header = self._file(name)
-            for key, entry in self.index.tensors.items():
-                for part in entry.parts:
-                    if part.file == name:
-                        self._look_up(key, entry, part, header)
-            for block in range(len(file.card.blocks)):
-                if number % shares == share:
-                    try:
-                        file.block(block)
-                    except OSError as error:
-                        raise damaged(f"{file.name} cannot be read: {error}") from None
-                number += 1
+            count = len(self.index.files[name].blocks)
+            self.check_file(name, [block for block in range(count) if (number + block) % shares == share])
+            number += count
+        for name in self.strangers():
+            raise damaged(f"{self.place.file(self.folder, name)} does not belong to this checkpoint")
+
+    def check_file(self, name: str, numbers: Iterable[int]) -> None:
+        """See that a file's header has all parts it should, and that these blocks are as they were written."""
+        file, header = self._file(name)
+        for key, entry in self.index.tensors.items():
+            for part in entry.parts:
+                if part.file == name:
+                    self._look_up(key, entry, part, header)
+        for number in numbers:
+            try:
+                file.block(number)
+            except OSError as error:
+                raise damaged(f"{file.name} cannot be read: {error}") from None
+
+    def strangers(self) -> list[str]:
+        """Files that look like a checkpoint's and are not in this one's list."""
         extra = self.place.files(self.folder).keys() - self.index.files.keys() - {INDEX}
-        ours = sorted(name for name in extra if _FILE.fullmatch(name))
-        if ours:
-            raise damaged(f"{self.place.file(self.folder, ours[0])} does not belong to this checkpoint")
+        return sorted(name for name in extra if _FILE.fullmatch(name))
 
     def _look_up(self, key: str, entry: Entry, part: Part, header: Mapping[str, Any]) -> int:
         """The first byte of a part in its file."""

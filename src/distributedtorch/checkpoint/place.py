@@ -92,6 +92,10 @@ class Place(ABC):
         """The files of a checkpoint with their sizes."""
 
     @abstractmethod
+    def written(self, folder: str) -> float | None:
+        """When its checkpoint.json was written, in seconds since 1970; None where the store does not say."""
+
+    @abstractmethod
     def opened(self, folder: str, name: str) -> tuple[int, Callable[[int, memoryview], int]]:
         """A file's size, and a call that reads from an offset into memory."""
 
@@ -185,6 +189,9 @@ class Local(Place):
 
     def files(self, folder: str) -> dict[str, int]:
         return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.root / folder)}
+
+    def written(self, folder: str) -> float | None:
+        return os.stat(self.root / folder / INDEX, follow_symlinks=False).st_mtime
 
     def opened(self, folder: str, name: str) -> tuple[int, Callable[[int, memoryview], int]]:
         handle = os.open(self.root / folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -300,6 +307,12 @@ class Remote(Place):
         self.store.invalidate_cache()
         there = self.store.ls(f"{self.root}/{folder}", detail=True)
         return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in there}
+
+    def written(self, folder: str) -> float | None:
+        try:
+            return float(self.store.modified(f"{self.root}/{folder}/{INDEX}").timestamp())
+        except NotImplementedError:
+            return None
 
     def opened(self, folder: str, name: str) -> tuple[int, Callable[[int, memoryview], int]]:
         path = f"{self.root}/{folder}/{name}"
