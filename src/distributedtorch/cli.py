@@ -46,5 +46,8 @@ COMMANDS: dict[str, Command] = {
     "verify": Command(
         help="measure that a plan gives the result of one process", module="distributedtorch.verify.measure"
     ),
+    "checkpoint": Command(
+        help="list, show, verify and remove checkpoints", module="distributedtorch.checkpoint.command"
+    ),
 }
 """Every subcommand; a new one is one row here."""
