@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import distributedtorch as dt
-from distributedtorch.checkpoint import aligned, index, place
+from distributedtorch.checkpoint import aligned, blocks, index, place
 from distributedtorch.checkpoint.picture import bar
 from distributedtorch.cli import main
 from distributedtorch.distribute import release
@@ -224,6 +224,14 @@ def test_verify(two: Path, said: Said) -> None:
     assert "state-00000.safetensors     WRONG  is missing" in text and "does not belong to this checkpoint" in text
     flip(two / "000002-step-2" / "checkpoint.json")
     assert "checkpoint.json             WRONG  has changed" in said("verify", two / "000002-step-2", code=1)
+
+
+def test_verify_reads_the_last_block(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK", 64)
+    name = write(tmp_path, 1.0, 400)
+    said("verify", tmp_path)
+    flip(tmp_path / name / MODEL)  # far behind the header
+    assert "WRONG  has changed since it was written (bytes 1,6" in said("verify", tmp_path, code=1)
 
 
 def test_verify_meets_a_newer_format(two: Path, said: Said) -> None:
