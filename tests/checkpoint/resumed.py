@@ -7,6 +7,7 @@ last bit. At the end rank 0 writes a hash of the whole state to FOLDER/end.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def main() -> None:
     loader = DataLoader(TensorDataset(torch.arange(45), x, y), batch_size=8, shuffle=True)
     model, optimizer, loader, scheduler = dt.distribute(model, optimizer, loader, scheduler, plan=plan)
     resumed = dt.resume(folder / "checkpoints", save_every=every)
+    (folder / f"pid.{dt.rank()}").write_text(str(os.getpid()))
     log = (folder / f"log.{dt.world()}.{dt.rank()}").open("a")
     for epoch in range(resumed.epoch, epochs):
         for number, rows, target in loader:
