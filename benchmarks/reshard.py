@@ -1,4 +1,4 @@
-"""Every plan and world to every other, to the bit: `python benchmarks/reshard.py` writes benchmarks/results/reshard.json.
+"""Every plan and world to every other, to the bit; writes benchmarks/results/reshard.json.
 
 Plans come from the menu, so a new one joins by itself. One process is `ddp-1`.
 """

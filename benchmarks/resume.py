@@ -160,7 +160,7 @@ def main() -> int:
     same = sum(row["same"] for row in rows)
     resumed = sum(row["resumed"] for row in rows)
     print(
-        f"{same} of {len(rows)} killed and resumed runs equal the undisturbed one to the bit ({resumed} from a checkpoint)"
+        f"{same} of {len(rows)} killed runs equal the undisturbed one to the bit, {resumed} resumed from a checkpoint"
     )
     results = {"machine": machine(), "seed": given.seed, "exact": rows, "same": same, "moving": moved}
     (ROOT / "benchmarks/results/resume.json").write_text(json.dumps(results, indent=1))

@@ -141,6 +141,8 @@ def _through(
             return loss
         if clip is not None:
             _clip(members, total_norm(grads), clip)
+        for act in loop.before_update:
+            act()
         result = update()
         loop.stepped(members)
         record.note(loop.steps)

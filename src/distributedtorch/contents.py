@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -82,10 +83,7 @@ class _Collector:
 
     def _parameter(self, key: str, param: nn.Parameter) -> None:
         if id(param) not in self.divided:
-            shape = tuple(param.shape)
-            self.common.append(
-                Piece(key=key, file="model", shape=shape, stride=None, low=0, high=param.numel(), tensor=param.detach())
-            )
+            self.common.append(_whole(key, param, "model", steady=True))
             return
         slot, low, high, values = self.divided[id(param)]
         if low < high or (slot.numel == 0 and self.leads):
@@ -98,6 +96,7 @@ class _Collector:
                     low=low,
                     high=high,
                     tensor=values,
+                    steady=True,
                 )
             )
 
@@ -143,16 +142,18 @@ class _Collector:
                     low=kept.low,
                     high=kept.high,
                     tensor=flat,
+                    steady=True,
                 )
                 self.content.pieces.append(piece)
                 packed[name] = {"$tensor": key}
             elif kept is None and _has_shape(value, tuple(param.shape)):
-                self.common.append(_whole(key, value, "state"))
+                self.common.append(_whole(key, value, "state", steady=True))
                 packed[name] = {"$tensor": key}
             elif kept is not None and kept.low == 0:
                 packer = Packer(key, f"{prefix}/")
                 packed[name] = packer.pack(value, name)
-                self.content.pieces += [_whole(place, tensor, "state") for place, tensor in packer.tensors.items()]
+                for place, tensor in packer.tensors.items():
+                    self.content.pieces.append(_whole(place, tensor, "state", steady=True))
             elif kept is None:
                 packed[name] = self._packed(prefix, {name: value})[name]
         return packed
@@ -185,10 +186,10 @@ def _random() -> dict[str, Any]:
     return states
 
 
-def _whole(key: str, tensor: Tensor, file: str) -> Piece:
+def _whole(key: str, tensor: Tensor, file: str, *, steady: bool = False) -> Piece:
     tensor = tensor.detach()
-    shape = tuple(tensor.shape)
-    return Piece(key=key, file=file, shape=shape, stride=None, low=0, high=tensor.numel(), tensor=tensor)
+    shape, high = tuple(tensor.shape), tensor.numel()
+    return Piece(key=key, file=file, shape=shape, stride=None, low=0, high=high, tensor=tensor, steady=steady)
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
@@ -214,15 +215,7 @@ def _share(common: list[Piece], mine: int, shares: int) -> Iterator[Piece]:
             yield piece
         elif bounds[0] < bounds[1]:
             flat = piece.tensor.contiguous().reshape(-1)[bounds[0] : bounds[1]]
-            yield Piece(
-                key=piece.key,
-                file=piece.file,
-                shape=piece.shape,
-                stride=None,
-                low=bounds[0],
-                high=bounds[1],
-                tensor=flat,
-            )
+            yield replace(piece, low=bounds[0], high=bounds[1], tensor=flat)
 
 
 def _own_way(optimizer: Optimizer) -> bool:

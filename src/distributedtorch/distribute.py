@@ -159,11 +159,11 @@ def _remember(plan: Plan, given: inspect.Given) -> None:
 
 def _attach_plain(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World) -> Any:
     """One process: nothing is changed; steps and batches are counted, so that it can be saved and resumed."""
-    if saving.carry_out_after_step not in world.loop.after_step:
-        world.loop.after_step.append(saving.carry_out_after_step)
+    saving.stand(world.loop)
     for optimizer in given.optimizers:
-        hook = optimizer.register_step_post_hook(lambda *_: world.loop.stepped(()))
-        world.undo.append(hook.remove)
+        before = optimizer.register_step_pre_hook(lambda *_: saving.hold_back())
+        after = optimizer.register_step_post_hook(lambda *_: world.loop.stepped(()))
+        world.undo += [before.remove, after.remove]
     loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
     RUN.loaders += loaders.values()
     return _back([loaders.get(id(thing), thing) for thing in objects])
@@ -174,8 +174,7 @@ def _attach(
 ) -> tuple[Any, list[Loader]]:
     loop, comm = world.loop, world.comm
     loop.batches.models += given.models
-    if saving.carry_out_after_step not in loop.after_step:
-        loop.after_step.append(saving.carry_out_after_step)
+    saving.stand(loop)
     many = world.size > 1
     seeded = _follow_seed(world) if many else False
     loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}

@@ -26,7 +26,7 @@ from distributedtorch.checkpoint.index import NewerError, Reader
 from distributedtorch.checkpoint.place import FOLDER, Place
 from distributedtorch.contents import Stored, check_state, collect
 from distributedtorch.core.errors import CheckpointError, explain
-from distributedtorch.core.step import Member
+from distributedtorch.core.step import Loop, Member
 from distributedtorch.core.world import here
 from distributedtorch.launch import record
 from distributedtorch.launch.join import client
@@ -53,9 +53,12 @@ class Saving:
     def __init__(self, path: str) -> None:
         self.path = path
         """Where it lies, when it is done."""
+        self.stalled = 0.0
+        """Seconds that the training thread was held by it."""
+        self.copied = threading.Event()
+        self.told = False
         self._done = threading.Event()
         self._fault = ""
-        self.told = False
 
     @property
     def done(self) -> bool:
@@ -72,6 +75,22 @@ class Saving:
         if self._fault:
             self.told = True
             raise CheckpointError(self._fault)
+
+    def copy(self, content: writing.Content | str, into: dict[str, Tensor]) -> writing.Content | str:
+        """Make the content independent of the run, in memory of an earlier copy; what is given changes meanwhile."""
+        try:
+            if isinstance(content, writing.Content):
+                before = [piece.tensor._version for piece in content.pieces]
+                given = [piece.tensor for piece in content.pieces]
+                _copy([piece for piece in content.pieces if piece.steady], into)
+                for piece, tensor, version in zip(content.pieces, given, before, strict=True):
+                    if piece.steady and tensor._version != version:
+                        return _changed(piece.key)
+            return content
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.copied.set()
 
     def run(self, asked: Mapping[str, Any], content: writing.Content | str, channel: writing.Channel) -> None:
         """Carry it out in the present thread."""
@@ -277,6 +296,22 @@ def _period(given: int | str | timedelta) -> tuple[int | None, float | None]:
 # When.
 
 
+def stand(loop: Loop) -> None:
+    """Be asked before and after every step."""
+    if carry_out_after_step not in loop.after_step:
+        loop.after_step.append(carry_out_after_step)
+        loop.before_update.append(hold_back)
+
+
+def hold_back() -> None:
+    """Before a step changes anything: wait until what is saved behind training has been copied."""
+    last = _STATE.last
+    if last is not None and not last.copied.is_set():
+        began = time.monotonic()
+        last.copied.wait()
+        last.stalled += time.monotonic() - began
+
+
 def carry_out_after_step(_: Sequence[Member]) -> None:
     """Every rank, after every step: see what is to be saved; it is, when the loop has come round."""
     _tell()
@@ -389,21 +424,26 @@ def _begin(request: str, writers: list[int]) -> Saving:
     _STATE.count += len(writers) > 1
     many = len(writers) > 1
     name = f"checkpoint/{_STATE.count}"
+    began = time.monotonic()
     with world.comm.held("save", f"save to {asked['path']}"):
         content = _content(asked, writers)
         if asked["wait"]:
             store = (lambda: meeting.of(world.loop, _together).store) if many else None
+            saving.copied.set()
             saving.run(asked, content, writing.Channel(world.rank, writers, store, name))
+            saving.stalled = time.monotonic() - began
             return saving
         if isinstance(content, writing.Content):
-            _copy(content)
+            _copy([piece for piece in content.pieces if not piece.steady], {})
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
 
     def behind() -> None:
-        saving.run(asked, content, writing.Channel(world.rank, writers, (lambda: client(10)) if many else None, name))
+        copied = saving.copy(content, _STATE.copies)
+        saving.run(asked, copied, writing.Channel(world.rank, writers, (lambda: client(10)) if many else None, name))
 
     threading.Thread(target=behind, name="distributedtorch-save", daemon=True).start()
+    saving.stalled = time.monotonic() - began
     return saving
 
 
@@ -419,14 +459,19 @@ def _content(asked: dict[str, Any], writers: list[int]) -> writing.Content | str
         return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _copy(content: writing.Content) -> None:
-    """Make the content independent of the run; the memory is kept for the next time."""
-    old, _STATE.copies = _STATE.copies, {}
-    for piece in content.pieces:
-        there = old.get(piece.name)
+def _copy(pieces: Sequence[writing.Piece], into: dict[str, Tensor]) -> None:
+    """Give each piece memory of its own; what lies in `into` is used again, and kept for the next time."""
+    for piece in pieces:
+        there = into.get(piece.name)
         if there is None or there.shape != piece.tensor.shape or there.dtype != piece.tensor.dtype:
-            there = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype)
-        _STATE.copies[piece.name] = piece.tensor = there.copy_(piece.tensor)
+            there = into[piece.name] = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype)
+        piece.tensor = there.copy_(piece.tensor)
+
+
+def _changed(key: str) -> str:
+    given = f"{key!r} was changed while it was being copied to be saved behind training"
+    do = "change parameters between the optimizer's step and the next batch, or save with wait=True"
+    return explain(given, "nothing but optimizer.step() to change it meanwhile", do)
 
 
 # Finding what to load.
@@ -439,6 +484,7 @@ def _find(path: str | os.PathLike[str], model: nn.Module | None, state: dict[str
         CheckpointError: None is whole, or the newest whole one is not of this run.
     """
     world = here()
+    _settle()
     said = os.fspath(path)
     cards = _of_all("load", {"path": said, **(_candidates(said) if world.rank == 0 else {})})
     for rank, other in enumerate(cards):

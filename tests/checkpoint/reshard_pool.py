@@ -1,4 +1,4 @@
-"""Every plan and world to every other: `reshard_pool.py save|load FOLDER [kinds] [sources]`, run by each rank of a world.
+"""Every plan and world to every other: `reshard_pool.py save|load FOLDER [kinds] [sources]`, run by each rank.
 
 `save` trains a little under every plan and saves; what was saved is written beside it, taken from the state itself.
 `load` reads every checkpoint under every plan into another model and compares all of it, to the bit; the number of

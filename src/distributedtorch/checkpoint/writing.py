@@ -39,6 +39,8 @@ class Piece:
     high: int
     tensor: Tensor
     """Its values: flat, or the whole tensor in its shape."""
+    steady: bool = False
+    """Whether nothing changes it but an optimizer's step: it may be copied until then."""
 
     @property
     def whole(self) -> bool:

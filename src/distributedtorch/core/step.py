@@ -81,6 +81,8 @@ class Loop:
         """Called with the roots of every backward (verify listens here)."""
         self.after_exchange: list[Callable[[Sequence[Member]], None]] = []
         """Called when global gradients are in place, before anything (clipping) changes them."""
+        self.before_update: list[Callable[[], None]] = []
+        """Called before an optimizer changes anything."""
         self.after_step: list[Callable[[Sequence[Member]], None]] = []
         """Called with an optimizer's members when it has stepped and all ranks agree."""
         self.requests: list[str] = []

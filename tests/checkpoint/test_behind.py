@@ -1,0 +1,191 @@
+"""Saving behind training, resuming, falling back: one process; the same over ranks is in test_saving and resumed.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import distributedtorch as dt
+from distributedtorch import saving
+from distributedtorch.checkpoint import place
+from distributedtorch.distribute import release
+from tests.checkpoint import job
+
+
+@pytest.fixture
+def training():
+    yield job.Training("ddp")
+    release()
+
+
+def weights(training: job.Training) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in training.model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Slow:
+    """Holds the copying of steady tensors until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.real = threading.Event(), saving._copy
+        monkeypatch.setattr(saving, "_copy", self)
+
+    def __call__(self, pieces, into) -> None:
+        if any(piece.steady for piece in pieces):
+            assert self.go.wait(20)
+        self.real(pieces, into)
+
+
+def test_the_moment_of_the_call_is_what_is_saved(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    training.epoch()
+    before = weights(training)
+    under_way = dt.save(tmp_path, wait=False)
+    assert not under_way.done
+    x, y = next(iter(training.loader))
+    training.model(x).sub(y).square().mean().backward()
+    threading.Timer(0.3, slow.go.set).start()
+    training.optimizer.step()  # waits until the copy is made
+    assert under_way.stalled >= 0.2
+    under_way.wait()
+    assert not same(before, weights(training))
+    dt.load(under_way.path)
+    assert same(before, weights(training))
+
+
+def test_a_change_before_the_copy_is_noticed(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    slow = Slow(monkeypatch)
+    under_way = dt.save(tmp_path, wait=False)
+    with torch.no_grad():
+        training.model.back.weight.mul_(2.0)
+    slow.go.set()
+    with pytest.raises(dt.CheckpointError, match=r"'model\.0/back\.weight' was changed while"):
+        under_way.wait()
+    assert not place.of(tmp_path).committed()
+
+
+def test_a_failure_is_said_within_one_step(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        under_way = dt.save(tmp_path, wait=False)
+        assert under_way._done.wait(20)
+    x, y = next(iter(training.loader))
+    training.model(x).sub(y).square().mean().backward()
+    training.optimizer.step()
+    said = capfd.readouterr().err
+    assert "a save behind training has failed, training goes on" in said
+    assert str(tmp_path) in said and "No space left on device" in said
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".draft")]
+    training.optimizer.step()
+    assert "has failed" not in capfd.readouterr().err
+
+
+def test_resume_starts_or_goes_on(training, tmp_path: Path, capfd) -> None:
+    resumed = dt.resume(tmp_path / "none", save_every=3)
+    assert resumed == (0, 0, None)
+    assert "nothing to resume in" in capfd.readouterr().err
+    training.epoch()  # 8 steps: saved after 3 and 6
+    training.epoch()
+    saving._settle()
+    names = place.of(tmp_path / "none").committed()
+    assert [name.split("-")[-1] for name in names] == ["15", "12"]
+    release()
+    again = job.Training("ddp")
+    resumed = dt.resume(tmp_path / "none")
+    assert resumed[:2] == (15, 1)
+    said = capfd.readouterr().err
+    assert re.search(r"resumed from \S+000005-step-15: step 15, epoch 1, after batch 7 of its epoch", said)
+    assert again.scheduler.last_epoch == 15
+
+
+def test_the_one_before_is_taken_where_the_newest_is_damaged(training, tmp_path: Path, capfd) -> None:
+    training.epoch()
+    before = weights(training)
+    dt.save(tmp_path)
+    training.epoch()
+    newest = Path(dt.save(tmp_path).path)
+    file = newest / "model-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 4
+    file.write_bytes(content)
+    dt.load(tmp_path)
+    assert same(before, weights(training))
+    said = capfd.readouterr().err
+    assert (
+        "000002-step-16 is damaged, the one before it is tried" in said
+        and "model-00000.safetensors has changed" in said
+    )
+    with pytest.raises(dt.CheckpointError, match="has changed"):
+        dt.load(newest)  # that one was meant
+    (tmp_path / "000001-step-8" / "checkpoint.json").write_text("{}")
+    held = weights(training)
+    with pytest.raises(dt.CheckpointError, match="2 checkpoints are damaged"):
+        dt.resume(tmp_path)
+    assert same(held, weights(training))
+
+
+class Average:
+    """A user's own object."""
+
+    def __init__(self) -> None:
+        self.value, self.count = torch.zeros(3), 0
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.value, self.count = state["value"], state["count"]
+
+
+def test_state_of_the_users_own(training, tmp_path: Path) -> None:
+    average, scaler = Average(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    average.value += 2.5
+    average.count = 7
+    stop = dt.EarlyStop(patience=3)
+    stop(1.0)
+    stop(2.0)
+    state = {"average": average, "scaler": scaler, "stop": stop}
+    dt.save(tmp_path, state=state)
+    other, later = Average(), dt.EarlyStop(patience=3)
+    dt.load(tmp_path, state={"average": other, "stop": later})
+    assert other.count == 7 and torch.equal(other.value, average.value) and later.waited == 1
+    with pytest.raises(
+        dt.CheckpointError, match=r"names 'other', and the checkpoint has \['average', 'scaler', 'stop'\]"
+    ):
+        dt.load(tmp_path, state={"other": other})
+    with pytest.raises(dt.CheckpointError, match=r"state_dict\(\) and load_state_dict\(\)"):
+        dt.save(tmp_path, state={"x": 3})
+
+
+@pytest.mark.parametrize("given", [0, -1, True, 2.5, "often", "10 parsecs", "0s", timedelta(0)])
+def test_save_every_that_says_nothing(given, training, tmp_path: Path) -> None:
+    with pytest.raises(dt.CheckpointError, match="do: save_every=500"):
+        dt.resume(tmp_path, save_every=given)
+
+
+def test_save_every_by_time(training, tmp_path: Path) -> None:
+    dt.resume(tmp_path, save_every="0.000001s")
+    training.epoch()
+    saving._settle()
+    assert place.of(tmp_path).committed()[0].endswith("-step-8")
+
+
+def test_keep(training, tmp_path: Path) -> None:
+    for _ in range(4):
+        dt.save(tmp_path, keep=3)
+    assert len(place.of(tmp_path).committed()) == 3
+    with pytest.raises(dt.CheckpointError, match="keep=0"):
+        dt.save(tmp_path, keep=0)
