@@ -2,7 +2,7 @@
 
 Two ranks hold a GPT of 23M parameters with AdamW (280 MB) under ddp, and save it in turn by dt.save (every block
 hashed, files and folders flushed), by torch.distributed.checkpoint, and by dt.save(wait=False) during training; rank 0
-copies the files with cp and flushes them. Every round writes a new folder, and the earlier one is removed outside the time.
+copies the files with cp and flushes them. Every round writes new folders; the old ones are removed outside the time.
 Writes benchmarks/results/save_time.json.
 """
 

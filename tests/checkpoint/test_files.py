@@ -131,7 +131,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         value_in(tmp_path, name)
     monkeypatch.setattr(blocks.hashlib, "sha256", lambda _: type("Same", (), {"hexdigest": lambda _: "0" * 64})())
     found = index.Card(bytes=file.stat().st_size, blocks=("0" * 64,))
-    blocks.Blocks("x", found, *place.of(tmp_path).opened(name, file.name)).block(0)  # the hash is what notices it
+    blocks.Blocks("x", found, *place.of(tmp_path).opened(name, file.name), blocks.Kept()).block(
+        0
+    )  # the hash is what notices it
 
 
 def test_blocks_are_read_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,7 @@ def test_blocks_are_read_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         out[:] = content[offset : offset + len(out)]
         return len(out)
 
-    opened = blocks.Blocks("x", card, len(content), read)
+    opened = blocks.Blocks("x", card, len(content), read, blocks.Kept())
     _, _, first = opened.header()["a"]
     out = torch.empty(10, dtype=torch.int64)
     seen.clear()
@@ -241,8 +243,10 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".draft-mine").mkdir()
     (tmp_path / "000009-step-1").mkdir()
     (tmp_path / "000009-step-1" / "notes.txt").write_text("not ours")
+    (tmp_path / "000008-step-1").write_text("a file")
     for value in (1.0, 2.0, 3.0):
         write(tmp_path, value)
+    assert (tmp_path / "000008-step-1").exists() and not (tmp_path / "000010-step-1").exists()
     assert (tmp_path / "thesis.txt").exists() and (tmp_path / ".draft-mine").exists()
     assert (tmp_path / "000009-step-1" / "notes.txt").exists()
     assert newest(tmp_path) == 3.0

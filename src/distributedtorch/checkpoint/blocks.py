@@ -145,29 +145,39 @@ class _Hashes:
         self._thread.shutdown()
 
 
+class Kept:
+    """Memory for one block, used in turn by all files of a reader."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(b"")
+        self.holds: tuple[Blocks, int] | None = None
+        """Whose block lies in it, and which."""
+
+
 class Blocks:
     """A file that is read in checked blocks; the last one read is kept."""
 
-    def __init__(self, name: str, card: Card, size: int, read: Callable[[int, memoryview], int]) -> None:
+    def __init__(self, name: str, card: Card, size: int, read: Callable[[int, memoryview], int], kept: Kept) -> None:
         if size != card.bytes:
             raise damaged(f"{name} has {size:,} bytes, {card.bytes:,} were written")
-        self.name, self.card, self._read = name, card, read
-        self._memory = memoryview(bytearray(min(BLOCK, card.bytes)))
-        self._present = -1
+        self.name, self.card, self._read, self._kept = name, card, read, kept
 
     def block(self, number: int) -> memoryview:
         """One block's bytes, checked; valid until the next call."""
-        if number != self._present:
-            self._present = -1
-            wanted = self._memory[: min(BLOCK, self.card.bytes - number * BLOCK)]
+        kept, length = self._kept, min(BLOCK, self.card.bytes - number * BLOCK)
+        if kept.holds != (self, number):
+            kept.holds = None
+            if len(kept.memory) < length:
+                kept.memory = memoryview(bytearray(length))
+            wanted = kept.memory[:length]
             if self._read(number * BLOCK, wanted) != len(wanted):
                 raise damaged(f"{self.name} ends early")
             found = hashlib.sha256(wanted).hexdigest()
             if found != self.card.blocks[number]:
                 where = f"bytes {number * BLOCK:,} to {number * BLOCK + len(wanted):,}"
                 raise damaged(f"{self.name} has changed since it was written ({where})")
-            self._present = number
-        return self._memory[: min(BLOCK, self.card.bytes - number * BLOCK)]
+            kept.holds = self, number
+        return kept.memory[:length]
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on."""

@@ -167,6 +167,7 @@ class Reader:
 
     def __init__(self, place: Place, folder: str, index: Index) -> None:
         self.place, self.folder, self.index = place, folder, index
+        self._kept = blocks.Kept()
         self._files: dict[str, tuple[Blocks, dict[str, tuple[torch.dtype, tuple[int, ...], int]]]] = {}
 
     def _file(self, name: str) -> tuple[Blocks, dict[str, tuple[torch.dtype, tuple[int, ...], int]]]:
@@ -174,7 +175,7 @@ class Reader:
             said = self.place.file(self.folder, name)
             try:
                 size, read = self.place.opened(self.folder, name)
-                opened = Blocks(said, self.index.files[name], size, read)
+                opened = Blocks(said, self.index.files[name], size, read, self._kept)
                 self._files[name] = opened, opened.header()
             except FileNotFoundError:
                 raise damaged(f"{said} is missing") from None

@@ -144,7 +144,8 @@ class Local(Place):
 
     def begin(self, name: str, bytes_needed: int) -> str:
         for entry in self.entries():
-            unfinished = FOLDER.fullmatch(entry) and not (self.root / entry / INDEX).exists()
+            folder = self.root / entry
+            unfinished = FOLDER.fullmatch(entry) and folder.is_dir() and not (folder / INDEX).exists()
             if _DRAFT.fullmatch(entry) or (unfinished and all(_FILE.fullmatch(n) for n in self.files(entry))):
                 shutil.rmtree(self.root / entry, ignore_errors=True)
         free = shutil.disk_usage(self.root).free
