@@ -222,8 +222,17 @@ def _make_plain(given: Optimizer, syncs: list[Sync]) -> None:
             param.grad = param.grad.held.full()
 
 
-MADE: weakref.WeakSet[LRScheduler] = weakref.WeakSet()
-"""Schedulers that `dt.schedule` has made: they need not be given to `dt.distribute`."""
+_MADE: list[weakref.ref[LRScheduler]] = []
+
+
+def note_made(given: LRScheduler) -> None:
+    """`dt.schedule` has made one: it need not be given to `dt.distribute`."""
+    _MADE.append(weakref.ref(given))
+
+
+def made() -> list[LRScheduler]:
+    """The schedulers that `dt.schedule` has made and that are in use, in that order."""
+    return [one for ref in _MADE if (one := ref()) is not None]
 
 
 def scheduler(given: LRScheduler, world: World) -> None:

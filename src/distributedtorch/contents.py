@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from distributedtorch.attach import own_randomness
+from distributedtorch.attach import made, own_randomness
 from distributedtorch.checkpoint.index import Entry, Reader
 from distributedtorch.checkpoint.plain import Packer, unpack
 from distributedtorch.checkpoint.writing import Content, Piece
@@ -162,7 +163,7 @@ class _Collector:
         run, world = self.content.run, here()
         run["schedulers"] = [
             {"kind": _kind(one), "state": self._packed(f"scheduler.{number}", one.state_dict())}
-            for number, one in enumerate(RUN.schedulers)
+            for number, one in enumerate(_schedulers())
         ]
         run["user"] = {name: self._packed(f"user/{name}", one.state_dict()) for name, one in state.items()}
         run["loaders"] = [loader.place.state_dict() for loader in RUN.loaders]
@@ -171,6 +172,12 @@ class _Collector:
         run["order"] = as_plain(capture(full=True) if RUN.stream is None else RUN.stream.state)
         mine = torch.frombuffer(bytearray(json.dumps(_random()).encode()), dtype=torch.uint8)
         self.content.pieces.append(_whole(f"random/{world.rank}", mine, "state"))
+
+
+def _schedulers() -> list[LRScheduler]:
+    """Those that were given, and those that `dt.schedule` has made for an optimizer of the run."""
+    more = [one for one in made() if any(one.optimizer is o for o in RUN.optimizers)]
+    return [*RUN.schedulers, *(one for one in more if all(one is not given for given in RUN.schedulers))]
 
 
 def _head() -> dict[str, Any]:
@@ -278,7 +285,7 @@ class Stored:
                     for o in RUN.optimizers
                 ],
             ),
-            "schedulers": ([s["kind"] for s in self.run["schedulers"]], [_kind(s) for s in RUN.schedulers]),
+            "schedulers": ([s["kind"] for s in self.run["schedulers"]], [_kind(s) for s in _schedulers()]),
             "loaders": (["a loader"] * len(self.run["loaders"]), ["a loader"] * len(RUN.loaders)),
         }
         for word, (saved, have) in shapes.items():
@@ -299,7 +306,7 @@ class Stored:
         for number, optimizer in enumerate(RUN.optimizers):
             if number < len(self.run["optimizers"]):
                 self._optimizer(optimizer, self.run["optimizers"][number])
-        for scheduler, saved in zip(RUN.schedulers, self.run["schedulers"], strict=False):
+        for scheduler, saved in zip(_schedulers(), self.run["schedulers"], strict=False):
             scheduler.load_state_dict(unpack(saved["state"], self.tensors))
         for name, one in self.user.items():
             one.load_state_dict(unpack(self.run["user"][name], self.tensors))

@@ -194,7 +194,7 @@ def _attach(
     _attach_parameters(given, plan, world)
     if not early:
         fill(world, plan.sync)
-    for scheduler in [*given.schedulers, *attach.MADE]:
+    for scheduler in [*given.schedulers, *attach.made()]:
         attach.scheduler(scheduler, world)
     if seeded:
         attach.own_randomness(world.rank)
@@ -291,6 +291,7 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
         stream=RUN.stream,
         on_batch=on_batch,
         before_batch=lambda: saving.come_round(id(divided)),
+        at_end=lambda: saving.ends(id(divided)),
         batch=plan.batch,
         reverse=verify_record.reversed_rows(),
     )

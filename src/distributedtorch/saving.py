@@ -8,6 +8,7 @@ first and writes behind training: what the files hold is the moment of the call.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import re
@@ -20,7 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from distributedtorch import attach
 from distributedtorch.checkpoint import index, meeting, place, writing
 from distributedtorch.checkpoint.index import NewerError, Reader
 from distributedtorch.checkpoint.place import FOLDER, Place
@@ -112,12 +115,16 @@ class _State:
     promised: dict[str, Saving] = field(default_factory=dict)
     """Saves that are to be carried out later, by path."""
     count: int = 0
-    user: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The user's own objects, by the path they are saved to."""
+    user: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
+    """The user's own objects, by the path they are saved to and their names."""
     every: _Every | None = None
     due: bool = False
     fed: int | None = None
-    """The loader that the last step's batch came from."""
+    """The loader that batches to train on come from now."""
+    stepped: bool = False
+    """Whether an optimizer has stepped since the last batch was handed out."""
+    looked: bool = False
+    """Whether it was looked for objects that belong into a checkpoint and are not known."""
     copies: dict[str, Tensor] = field(default_factory=dict)
     """Memory of the last copy that was written behind training: used again."""
 
@@ -322,14 +329,16 @@ def carry_out_after_step(_: Sequence[Member]) -> None:
         elif every.request not in loop.requests:
             loop.requests.append(every.request)
             meeting.of(loop, _together).put_off()
-    if not RUN.loaders:
+    _STATE.stepped = True
+    if _STATE.fed is None:
         come_round(None)
 
 
 def come_round(loader: int | None) -> None:
-    """The next batch is asked for: all that the loop does with the last one is done."""
-    if loader != _STATE.fed and RUN.loaders:
+    """The next batch is asked for: all that the loop does after the last step is done."""
+    if loader != _STATE.fed or not _STATE.stepped:
         return
+    _STATE.stepped = False
     loop = here().loop
     if loop.comm.world > 1 and loop.requested:
         meeting.of(loop, _together).catch_up()
@@ -345,12 +354,19 @@ def feeds(loader: int) -> None:
         _STATE.fed = loader
 
 
+def ends(loader: int) -> None:
+    """A loader has come to the end of its epoch: what is trained on next may come from elsewhere."""
+    if _STATE.fed == loader:
+        _STATE.fed = None
+
+
 def carry_out_put_off() -> None:
     """Carry out now the saves that only some ranks asked for, and end those under way. A group call."""
     if here().size > 1 and RUN.models:
         meeting.of(here().loop, _together).catch_up()
     _settle()
-    _STATE.every, _STATE.due, _STATE.user, _STATE.fed, _STATE.copies = None, False, {}, None, {}
+    last, count = _STATE.last, _STATE.count
+    _STATE.__init__(last=last, count=count)  # type: ignore[misc]
 
 
 def _tell() -> None:
@@ -395,7 +411,7 @@ def _request(path: str | os.PathLike[str], model: nn.Module | None, state: Mappi
     said = os.fspath(path)
     where = said if "://" in said else os.path.realpath(said)
     given = check_state(state)
-    _STATE.user[where] = given
+    _STATE.user[where, *sorted(given)] = given
     part = {} if model is None else {"model": _number(model)}
     return json.dumps({"path": where, **part, "state": sorted(given), **how})
 
@@ -450,13 +466,34 @@ def _begin(request: str, writers: list[int]) -> Saving:
 def _content(asked: dict[str, Any], writers: list[int]) -> writing.Content | str:
     """What this rank writes, or why it cannot."""
     try:
-        mine = _STATE.user.get(asked["path"], {})
-        if here().rank == writers[0] and sorted(mine) != asked["state"]:
+        mine = _STATE.user.get((asked["path"], *asked["state"]))
+        if here().rank == writers[0] and mine is None:
             given = f"state= has {asked['state']}, given on another rank than rank {writers[0]}"
             return explain(given, "the state of the rank that writes", "call dt.save with state= on all ranks")
-        return collect(asked.get("model"), mine, writers=writers)
+        if here().rank == writers[0] and "model" not in asked:
+            _look_round(mine or {})
+        return collect(asked.get("model"), mine or {}, writers=writers)
     except Exception as error:
         return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _look_round(state: Mapping[str, Any]) -> None:
+    """Say once what will be missing after a resume: schedulers and loss scales that nobody gave, an open window."""
+    if any(member.touched_since_step for member in here().loop.members):
+        record.say("saved between a backward and its optimizer step: the gradients so far are not in the checkpoint")
+    if _STATE.looked:
+        return
+    _STATE.looked = True
+    known = [*RUN.schedulers, *attach.made(), *state.values()]
+    for one in known:  # schedulers made of others
+        known += getattr(one, "_schedulers", [])
+    for one in gc.get_objects():
+        kind = type(one)  # not isinstance: asking an object for its class may run code of its own
+        ours = issubclass(kind, LRScheduler) and any(getattr(one, "optimizer", None) is o for o in RUN.optimizers)
+        scales = issubclass(kind, torch.amp.GradScaler) and one.is_enabled()
+        if (ours or scales) and not any(one is other for other in known):
+            do = f'give it to dt.distribute, or as state={{"{kind.__name__.lower()}": ...}}'
+            record.say(f"a {kind.__name__} of this script is not in the checkpoint: {do}")
 
 
 def _copy(pieces: Sequence[writing.Piece], into: dict[str, Tensor]) -> None:

@@ -87,7 +87,7 @@ def schedule(
     if scale is not None:
         _multiply(optimizer, factor, f"{scale}: batch {batch:g} / base batch {base_batch:g}")
     scheduler = arrange(optimizer)
-    attach.MADE.add(scheduler)  # to be attached by a later dt.distribute
+    attach.note_made(scheduler)  # to be attached by a later dt.distribute
     attach.scheduler(scheduler, here())
     return scheduler
 

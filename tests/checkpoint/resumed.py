@@ -56,7 +56,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.97)
     loader = DataLoader(TensorDataset(torch.arange(45), x, y), batch_size=8, shuffle=True)
     model, optimizer, loader, scheduler = dt.distribute(model, optimizer, loader, scheduler, plan=plan)
-    resumed = dt.resume(folder / "checkpoints", save_every=every)
+    resumed = dt.resume(os.environ.get("CHECKPOINTS", folder / "checkpoints"), save_every=every)
     (folder / f"pid.{dt.rank()}").write_text(str(os.getpid()))
     log = (folder / f"log.{dt.world()}.{dt.rank()}").open("a")
     for epoch in range(resumed.epoch, epochs):

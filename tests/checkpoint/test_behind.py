@@ -189,3 +189,43 @@ def test_keep(training, tmp_path: Path) -> None:
     assert len(place.of(tmp_path).committed()) == 3
     with pytest.raises(dt.CheckpointError, match="keep=0"):
         dt.save(tmp_path, keep=0)
+
+
+def test_a_schedule_that_was_made_here_is_saved_and_others_are_named(training, tmp_path: Path, capfd) -> None:
+    made = dt.schedule(training.optimizer, "cosine", steps=40)
+    forgotten = torch.optim.lr_scheduler.StepLR(training.optimizer, 5)
+    scaler = torch.amp.GradScaler("cpu")
+    training.epoch()
+    for _ in range(3):
+        made.step()
+    dt.save(tmp_path)
+    dt.save(tmp_path)
+    said = capfd.readouterr().err
+    assert said.count("a StepLR of this script is not in the checkpoint") == 1
+    assert said.count("a GradScaler of this script is not in the checkpoint") == 1 and "CosineAnnealing" not in said
+    held = made.state_dict()
+    made.step()
+    dt.load(tmp_path)
+    assert made.state_dict() == held and forgotten.last_epoch == 0 and scaler.is_enabled()
+
+
+def test_another_loader_than_the_one_given(training, tmp_path: Path) -> None:
+    """`save_every` acts though no batch comes from a loader that was given."""
+    dt.resume(tmp_path, save_every=2)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for _ in range(5):
+        training.model(x).square().mean().backward()
+        training.optimizer.step()
+    saving._settle()
+    assert [name.split("-")[-1] for name in place.of(tmp_path).committed()] == ["4", "2"]
+
+
+def test_a_save_by_hand_beside_save_every(training, tmp_path: Path) -> None:
+    average = Average()
+    dt.resume(tmp_path, save_every=3, state={"average": average})
+    dt.save(tmp_path)
+    training.epoch()
+    saving._settle()
+    _ = dt.save(tmp_path, wait=False, state={"average": average})
+    dt.load(tmp_path, state={"average": average})
+    assert [name.split("-")[-1] for name in place.of(tmp_path).committed()] == ["8", "6"]

@@ -52,6 +52,7 @@ def divide(
     stream: Stream | None,
     on_batch: OnBatch,
     before_batch: BeforeBatch = lambda: None,
+    at_end: BeforeBatch = lambda: None,
     batch: int | None = None,
     reverse: bool = False,
 ) -> Loader:
@@ -65,6 +66,7 @@ def divide(
             random state, as one process does.
         on_batch: Called with each share and its batch, right before the user gets it.
         before_batch: Called when the user asks for the next one: what was to be done with the last is done.
+        at_end: Called when there is none.
         batch: Another global batch size than the loader's own.
         reverse: Reverse the rows inside each global batch, to measure rounding noise.
 
@@ -87,7 +89,9 @@ def divide(
     else:
         source = Indexed(loader, part, stream, batch)
     place = Position(loader, stream, Cursor())
-    return Loader(loader, source, place, (before_batch, on_batch), {} if batch is None else {"batch_size": batch})
+    return Loader(
+        loader, source, place, (before_batch, on_batch, at_end), {} if batch is None else {"batch_size": batch}
+    )
 
 
 def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:
@@ -110,7 +114,7 @@ class Loader:
         loader: Any,
         source: Source,
         place: Position,
-        calls: tuple[BeforeBatch, OnBatch],
+        calls: tuple[BeforeBatch, OnBatch, BeforeBatch],
         changed: dict[str, Any],
     ) -> None:
         self._loader = loader
@@ -169,12 +173,13 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
-        before, on_batch = self._loader.calls
+        before, on_batch, at_end = self._loader.calls
         before()
         try:
             rows, rows_global, batch = next(self._pieces)
         except StopIteration:
             self._loader.place.left(self)
+            at_end()
             raise
         share = self._loader.cursor.advance(rows, rows_global, self._number)
         on_batch(share, batch)
