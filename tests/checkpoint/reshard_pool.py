@@ -8,6 +8,7 @@ pairs and those that differ go to FOLDER/table.<world>.json.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from distributedtorch.core.world import here
 from distributedtorch.distribute import release
 from distributedtorch.recipes import SYNCS
 
-PLANS = tuple(SYNCS)
+PLANS, DEVICE = tuple(SYNCS), os.environ.get("DEVICE", "cpu")
 
 
 class Picture(nn.Module):
@@ -61,19 +62,19 @@ class Words(nn.Module):
 
 
 def picture() -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], Tensor]]:
-    model = Picture()
+    model = Picture().to(DEVICE)
     head = [model.again.bias, model.scale]
     rest = [p for p in model.parameters() if all(p is not h for h in head)]
     groups = [{"params": rest[:2], "lr": 1e-2}, {"params": rest[2:], "weight_decay": 0.1}]
     optimizers = [torch.optim.AdamW(groups, amsgrad=True), torch.optim.SGD(head, lr=0.1, momentum=0.9)]
-    return model, optimizers, lambda: torch.randn(8, 3, 6, 6)
+    return model, optimizers, lambda: torch.randn(8, 3, 6, 6).to(DEVICE)
 
 
 def words() -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], Tensor]]:
-    model = Words()
+    model = Words().to(DEVICE)
     dense = [*model.small.parameters(), *model.out.parameters()]
     optimizers = [torch.optim.Adafactor(dense, lr=0.01), torch.optim.SparseAdam([model.table.weight], lr=0.01)]
-    return model, optimizers, lambda: torch.randint(0, 11, (8, 4))
+    return model, optimizers, lambda: torch.randint(0, 11, (8, 4)).to(DEVICE)
 
 
 KINDS = {"picture": picture, "words": words}
@@ -88,7 +89,7 @@ def whole(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str
             found |= {f"o{number}.{index}.{k}": torch.as_tensor(v) for k, v in values.items() if v is not None}
         options = [[k, v] for group in state["param_groups"] for k, v in sorted(group.items()) if k != "params"]
         found[f"g{number}"] = torch.tensor(list(repr(options).encode()), dtype=torch.uint8)
-    return {name: value.detach().clone().contiguous() for name, value in found.items()}
+    return {name: value.detach().cpu().clone().contiguous() for name, value in found.items()}
 
 
 def save(folder: Path, kind: str, plan: str) -> None:

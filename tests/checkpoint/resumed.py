@@ -39,7 +39,7 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: ob
     tensors = {f"m.{k}": v for k, v in model.state_dict().items()}
     tensors |= {f"o.{i}.{k}": v for i, values in state["state"].items() for k, v in values.items()}
     for name in sorted(tensors):
-        found.update(name.encode() + tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(name.encode() + tensors[name].cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     found.update(repr([group["lr"] for group in state["param_groups"]]).encode())
     found.update(repr(sorted(scheduler.state_dict().items())).encode())  # type: ignore[attr-defined]
     return found.hexdigest()
@@ -47,11 +47,11 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: ob
 
 def main() -> None:
     folder, plan, epochs, dropout = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-    every = int(sys.argv[5]) if len(sys.argv) > 5 else 3
+    every, device = int(sys.argv[5]) if len(sys.argv) > 5 else 3, os.environ.get("DEVICE", "cpu")
     torch.manual_seed(3)
     x = torch.randn(45, 6, dtype=torch.float64)
     y = (x.sum(dim=1) > 0).long() + (x[:, 0] > 1).long()
-    model = Net(dropout).double()
+    model = Net(dropout).double().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.97)
     loader = DataLoader(TensorDataset(torch.arange(45), x, y), batch_size=8, shuffle=True)
@@ -62,7 +62,7 @@ def main() -> None:
     for epoch in range(resumed.epoch, epochs):
         for number, rows, target in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(rows), target)
+            loss = F.cross_entropy(model(rows.to(device)), target.to(device))
             loss.backward()
             optimizer.step()
             scheduler.step()
