@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.step_time import machine  # noqa: E402
 
 
-def run(world: int, device: str, *script: str) -> None:
+def run(world: int, device: str, *script: str) -> str:
     start = [sys.executable, *(["-m", "distributedtorch", "run", "--workers", str(world)] if world > 1 else [])]
     environ = {**os.environ, "DEVICE": device, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     ended = subprocess.run(
@@ -29,6 +29,7 @@ def run(world: int, device: str, *script: str) -> None:
     )
     if ended.returncode:
         raise RuntimeError(ended.stderr[-3000:])
+    return ended.stderr
 
 
 def reshard() -> tuple[int, dict[str, list[str]]]:
@@ -57,7 +58,9 @@ def resumed(world: int, plan: str) -> bool:
             (Path(name) / folder).mkdir()
         run(world, "cuda", script, f"{name}/one", plan, "3", "0.3")
         run(world, "cuda", script, f"{name}/two", plan, "1", "0.3", "4")
-        run(world, "cuda", script, f"{name}/two", plan, "3", "0.3")
+        said = run(world, "cuda", script, f"{name}/two", plan, "3", "0.3")
+        if "resumed from" not in said:
+            return False
         return (Path(name) / "one/end").read_text() == (Path(name) / "two/end").read_text()
 
 

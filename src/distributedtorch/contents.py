@@ -7,9 +7,9 @@ ranks have in common. Put back, every rank reads the ranges it keeps and nothing
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -181,7 +181,7 @@ def _schedulers() -> list[LRScheduler]:
 
 
 def _head() -> dict[str, Any]:
-    versions = {"distributedtorch": version("distributedtorch"), "torch": torch.__version__}
+    versions = {"distributedtorch": sys.modules["distributedtorch"].__version__, "torch": torch.__version__}
     return {"versions": versions, "plan": str(RUN.plan), "world": here().size, "step": here().loop.steps}
 
 
