@@ -46,5 +46,9 @@ COMMANDS: dict[str, Command] = {
     "verify": Command(
         help="measure that a plan gives the result of one process", module="distributedtorch.verify.measure"
     ),
+    "convert": Command(
+        help="turn checkpoints into plain weights, and those of others into checkpoints",
+        module="distributedtorch.checkpoint.convert",
+    ),
 }
 """Every subcommand; a new one is one row here."""
