@@ -85,6 +85,7 @@ def main() -> None:
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
         "bf16": {"enabled": asked.bf16},
     }
     torch.backends.mkldnn.enabled = not asked.bf16  # type: ignore[assignment]  # not every CPU has its bf16 products

@@ -93,7 +93,7 @@ class _Machine:
         for opcode, arg, _ in pickletools.genops(data):
             name = opcode.name
             if name == "STOP":
-                return self.stack.pop()
+                break
             if name in _VALUES:
                 self.stack.append(_small(arg))
             elif name in _CONSTANTS:
@@ -104,7 +104,9 @@ class _Machine:
                 _STEPS[name](self, arg)
             elif name not in ("PROTO", "FRAME"):
                 raise ValueError(f"opcode {name}")
-        raise ValueError("no end")
+        if len(self.stack) != 1 or self.below:
+            raise ValueError("more or less than one value")
+        return self.stack[0]
 
     def taken(self, count: int) -> list[Any]:
         if count > len(self.stack):
@@ -291,6 +293,10 @@ _DCP = "torch.distributed.checkpoint"
 RECORDS = {
     "torch.device",
     "numpy.dtype",
+    "pathlib.PosixPath",
+    "pathlib.WindowsPath",
+    "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath",
     "torch.serialization._get_layout",
     f"{_DCP}.metadata.Metadata",
     f"{_DCP}.metadata.MetadataIndex",
