@@ -1,7 +1,8 @@
-"""What the two processes of the DCP test run: `dcp_job.py FOLDER RANK PORT`. A fully_shard model after some steps."""
+"""What the two processes of the DCP test run: `dcp_job.py FOLDER`. A fully_shard model after some steps."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -26,8 +27,8 @@ def batch(step: int) -> Tensor:
     return torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
 
 
-def main(folder: Path, rank: int, port: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def main(folder: Path, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     model = build()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -47,4 +48,7 @@ def main(folder: Path, rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    other = os.fork()  # before torch has any thread: what was imported is there already
+    main(Path(sys.argv[1]), 0 if other else 1)
+    if other:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))

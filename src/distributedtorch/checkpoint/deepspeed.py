@@ -197,12 +197,14 @@ def _base(shard: Mapping[str, Any]) -> dict[str, Any]:
 
 def _optimizer(made: Portable, shapes: list[dict[str, Any]], shard: Any, taken: Callable[[str], Any]) -> None:
     base = _base(shard)
-    if len(base["param_groups"]) != len(shapes):
-        given = f"{made.found}: {len(base['param_groups'])} groups of the optimizer, {len(shapes)} of the model"
-        raise CheckpointError(explain(given, "as many", WEIGHTS_ONLY))
-    for names, group in zip(shapes, base["param_groups"], strict=True):
+    numbers = [number for group in base["param_groups"] for number in group["params"]]
+    if numbers != list(range(len(shapes))):
+        given = f"{made.found}: the optimizer's groups hold {numbers}, there are {len(shapes)} parts"
+        raise CheckpointError(explain(given, "each part once, in order", WEIGHTS_ONLY))
+    for group in base["param_groups"]:  # in stage 3 a group may be in several parts
+        names = [name for number in group["params"] for name in shapes[number]]
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        made.groups.append(Group(params=list(names), options=options))
+        made.groups.append(Group(params=names, options=options))
     first: dict[str, Any] = next(iter(base["state"].values()), {})
     moments = [name for name, value in first.items() if isinstance(value, Tensor) and value.dim()]
     rest = {name: value for name, value in first.items() if name not in moments}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributedtorch.checkpoint.foreign import Record
+from distributedtorch.checkpoint.foreign import Record, wrong
 from distributedtorch.checkpoint.plain import Packer
 from distributedtorch.checkpoint.writing import Content, Piece
 from distributedtorch.core.errors import CheckpointError, explain
@@ -27,6 +27,7 @@ _SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler
 _STEP = ("step", "global_step", "global_steps", "steps", "iteration", "iter_num", "iter")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _WRAPPERS = ("module.", "_orig_mod.")
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
 WEIGHTS_ONLY = "convert the weights alone with --no-optimizer"
 
 
@@ -56,7 +57,20 @@ class Portable:
 
 
 def split(nested: Any, found: str, *, optimizer: bool = True) -> Portable:
-    """Find model, optimizer, scheduler and step in what a file held."""
+    """Find model, optimizer, scheduler and step in what a file held.
+
+    Raises:
+        CheckpointError: No model in it, or parts that do not fit together.
+    """
+    try:
+        return _split(nested, found, optimizer=optimizer)
+    except CheckpointError:
+        raise
+    except _WRONG as error:
+        raise wrong(f"{found} does not fit together ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _split(nested: Any, found: str, *, optimizer: bool) -> Portable:
     nested = _unwrapped(nested)
     if not isinstance(nested, dict) or not nested:
         raise _no_model(found, nested)
