@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from distributedtorch.checkpoint import foreign
-from distributedtorch.checkpoint.foreign import STORAGES, Name, wrong
+from distributedtorch.checkpoint.foreign import wrong
+from distributedtorch.checkpoint.names import STORAGES, Maker, Name
 from distributedtorch.core.errors import CheckpointError, explain
 
 _HEADER = 30
@@ -77,7 +78,7 @@ class _Archive:
         if order in self.entries and bytes(self._bytes(order)) != b"little":
             given = f"{self.what} was written on a big-endian machine"
             raise CheckpointError(explain(given, "little-endian numbers", "load and save it again with torch"))
-        makers: dict[str, foreign.Maker] = {
+        makers: dict[str, Maker] = {
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_tensor_v3": self._typed,
             "torch._tensor._rebuild_from_type_v2": self._with_attributes,

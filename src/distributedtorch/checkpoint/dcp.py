@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from distributedtorch.checkpoint import archive, foreign
-from distributedtorch.checkpoint.foreign import Record, wrong
+from distributedtorch.checkpoint.foreign import wrong
+from distributedtorch.checkpoint.names import Record
 from distributedtorch.core.errors import CheckpointError, explain
 
 METADATA = ".metadata"

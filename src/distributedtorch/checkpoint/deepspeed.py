@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from distributedtorch.checkpoint import archive, portable
-from distributedtorch.checkpoint.foreign import Record, wrong
+from distributedtorch.checkpoint.foreign import wrong
+from distributedtorch.checkpoint.names import Record
 from distributedtorch.checkpoint.portable import WEIGHTS_ONLY, Group, Portable
 from distributedtorch.core.errors import CheckpointError, explain
 

@@ -1,22 +1,19 @@
 """Pickles of other libraries, read and never run: a small stack machine over the opcodes that builds plain values.
 
-No class is looked up and nothing that a file names is called. What a file may name is listed here: containers, torch's
-types and tensors (made of the file's own bytes by the caller), and some classes of torch and DeepSpeed, which become
-inert records. Any other name is an error that says it.
+No class is looked up and nothing that a file names is called. What a file may name is listed in names.py, and tensors
+are made of the file's own bytes by the caller. Any other name is an error that says it.
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from distributedtorch.checkpoint.names import DTYPES, MAKERS, NAMES, RECORDS, Maker, Name, Record, key, pairs
 from distributedtorch.core.errors import CheckpointError, explain
 
 MOST_BYTES = 1 << 28
@@ -26,29 +23,6 @@ _MOST_BITS = 128
 _TIMES = 32
 """How many values may be reached per byte of the pickle: shared ones count each time they are met."""
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, UnicodeError)
-
-
-@dataclass(frozen=True)
-class Name:
-    """Something a pickle names, not looked up."""
-
-    text: str
-
-
-@dataclass(eq=False)
-class Record:
-    """An object of a known class: what it was made of."""
-
-    kind: str
-    args: tuple[Any, ...] = ()
-    fields: Any = field(default_factory=dict)
-
-    def get(self, name: str) -> Any:
-        """A field; None where it has none of that name."""
-        return self.fields.get(name) if isinstance(self.fields, dict) else None
-
-
-Maker = Callable[..., Any]
 
 
 def read(data: bytes, what: str, tensors: Mapping[str, Maker] | None = None, storage: Maker | None = None) -> Any:
@@ -65,7 +39,7 @@ def read(data: bytes, what: str, tensors: Mapping[str, Maker] | None = None, sto
     """
     if len(data) > MOST_BYTES:
         raise wrong(f"{what} has {len(data):,} bytes beside its tensors")
-    machine = _Machine(what, {**_MAKERS, **(tensors or {})}, storage)
+    machine = _Machine(what, {**MAKERS, **(tensors or {})}, storage)
     try:
         value = machine.run(data)
         _limit(value, _TIMES * len(data) + 1000)
@@ -136,13 +110,13 @@ class _Machine:
     def set(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], dict):
             raise ValueError("sets an item of what is not a dict")
-        self.stack[-1].update(_pairs(items))
+        self.stack[-1].update(pairs(items))
 
     def add(self, _: Any) -> None:
         items = self.marked()
         if type(self.stack[-1]) is not set:
             raise ValueError("adds to what is not a set")
-        self.stack[-1].update(map(_key, items))
+        self.stack[-1].update(map(key, items))
 
     def put(self, number: int | None) -> None:
         self.memo[len(self.memo) if number is None else int(number)] = self.stack[-1]
@@ -156,7 +130,7 @@ class _Machine:
         if type(module) is not str or type(attribute) is not str:
             raise ValueError("a name that is not text")
         text = f"{module}.{attribute}"
-        found = getattr(torch, attribute, None) if module == "torch" and attribute in _DTYPES else None
+        found = getattr(torch, attribute, None) if module == "torch" and attribute in DTYPES else None
         if found is None and text not in self.makers and text not in NAMES:
             given = f"{self.what} names {text[:200]!r}, which is not read (and nothing in the file was run)"
             do = "save tensors, numbers, text, lists and dicts only: state_dict() of the model and the optimizer"
@@ -205,21 +179,6 @@ def _small(value: Any) -> Any:
     return value
 
 
-def _key(value: Any) -> Any:
-    """A dict's key: hashing must be cheap whatever the file holds."""
-    if type(value) is tuple and all(type(item) in (str, int, float, bool) for item in value):
-        return value
-    if value is None or type(value) in (str, int, float, bool, bytes, Name, Record, torch.dtype):
-        return value
-    raise ValueError(f"a {type(value).__name__} as a key")
-
-
-def _pairs(items: list[Any]) -> dict[Any, Any]:
-    if len(items) % 2:
-        raise ValueError("a key without a value")
-    return {_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)}
-
-
 def _limit(value: Any, most: int) -> None:
     """Refuse what cannot be walked through: too deep, circular, or the same parts shared over and over."""
     todo, seen = [(value, 0)], 0
@@ -238,100 +197,6 @@ def _limit(value: Any, most: int) -> None:
         todo += [(item, depth + 1) for item in inside]
 
 
-# What may be named.
-
-
-def _ordered(*args: Any) -> dict[Any, Any]:
-    return {} if not args else _pairs([item for pair in args[0] for item in (pair[0], pair[1])])
-
-
-def _counter(*args: Any) -> Counter[Any]:
-    if args and (type(args[0]) is not dict or any(type(value) is not int for value in args[0].values())):
-        raise ValueError("a Counter of what is not numbers")
-    return Counter(args[0] if args else {})
-
-
-def _size(*args: Any) -> tuple[int, ...]:
-    if len(args) != 1 or type(args[0]) not in (tuple, list) or any(type(n) is not int for n in args[0]):
-        raise ValueError("a size that is not numbers")
-    return tuple(args[0])
-
-
-def _set(*args: Any) -> set[Any]:
-    if args and type(args[0]) not in (list, tuple):
-        raise ValueError("a set of what is not a list")
-    return set(map(_key, args[0])) if args else set()
-
-
-def _encode(text: str, coding: str = "latin1") -> bytes:
-    if type(text) is not str or coding != "latin1":
-        raise ValueError("an encoding")
-    return text.encode("latin1")
-
-
-def _scalar(dtype: Record, data: bytes) -> int | float | bool:
-    kind = dtype.args[0] if type(dtype) is Record and dtype.args else None
-    if kind not in _NUMPY or type(data) is not bytes or len(data) != np.dtype(kind).itemsize:
-        raise ValueError("a numpy number")
-    number: int | float | bool = np.frombuffer(data, kind)[0].item()
-    return number
-
-
-_NUMPY = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"}
-_MAKERS: dict[str, Maker] = {
-    "collections.OrderedDict": _ordered,
-    "collections.defaultdict": lambda *_: {},
-    "collections.Counter": _counter,
-    "torch.Size": _size,
-    "builtins.set": _set,
-    "__builtin__.set": _set,
-    "_codecs.encode": _encode,
-    "numpy.core.multiarray.scalar": _scalar,
-    "numpy._core.multiarray.scalar": _scalar,
-}
-_DCP = "torch.distributed.checkpoint"
-RECORDS = {
-    "torch.device",
-    "numpy.dtype",
-    "pathlib.PosixPath",
-    "pathlib.WindowsPath",
-    "pathlib._local.PosixPath",
-    "pathlib._local.WindowsPath",
-    "torch.serialization._get_layout",
-    f"{_DCP}.metadata.Metadata",
-    f"{_DCP}.metadata.MetadataIndex",
-    f"{_DCP}.metadata.ChunkStorageMetadata",
-    f"{_DCP}.metadata.TensorStorageMetadata",
-    f"{_DCP}.metadata.BytesStorageMetadata",
-    f"{_DCP}.metadata.TensorProperties",
-    f"{_DCP}.metadata.StorageMeta",
-    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
-    f"{_DCP}.filesystem._StorageInfo",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-}
-"""Classes whose objects become records."""
-_DTYPES = {name for name, value in vars(torch).items() if type(value) is torch.dtype}
-STORAGES: dict[str, torch.dtype] = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-    "torch.ComplexFloatStorage": torch.complex64,
-    "torch.storage.UntypedStorage": torch.uint8,
-}
-"""Names of a tensor's memory, with its type."""
-_TYPES = {f"{m}.{n}" for m in ("builtins", "__builtin__") for n in ("dict", "list", "int")}
-NAMES = RECORDS | STORAGES.keys() | _TYPES | {"torch.Tensor", "torch.nn.parameter.Parameter"}
-"""All that may be named beside what is made here."""
 _VALUES = {
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
@@ -354,8 +219,8 @@ _STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
     "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
     "TUPLE": lambda machine, _: machine.since_mark(tuple),
     "LIST": lambda machine, _: machine.since_mark(list),
-    "DICT": lambda machine, _: machine.since_mark(_pairs),
-    "FROZENSET": lambda machine, _: machine.since_mark(lambda items: set(map(_key, items))),
+    "DICT": lambda machine, _: machine.since_mark(pairs),
+    "FROZENSET": lambda machine, _: machine.since_mark(lambda items: set(map(key, items))),
     "APPEND": lambda machine, _: machine.append(machine.taken(1)),
     "APPENDS": lambda machine, _: machine.append(machine.marked()),
     "SETITEM": lambda machine, _: machine.set(machine.taken(2)),

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributedtorch.checkpoint.foreign import Record, wrong
+from distributedtorch.checkpoint.foreign import wrong
+from distributedtorch.checkpoint.names import Record
 from distributedtorch.checkpoint.plain import Packer
 from distributedtorch.checkpoint.writing import Content, Piece
 from distributedtorch.core.errors import CheckpointError, explain
