@@ -49,5 +49,9 @@ COMMANDS: dict[str, Command] = {
     "checkpoint": Command(
         help="list, show, verify and remove checkpoints", module="distributedtorch.checkpoint.command"
     ),
+    "convert": Command(
+        help="turn checkpoints into plain weights, and those of others into checkpoints",
+        module="distributedtorch.checkpoint.convert",
+    ),
 }
 """Every subcommand; a new one is one row here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -277,7 +277,10 @@ class Stored:
         keys = keys_of(RUN.models)
         shapes = {
             "optimizers": (
-                [_groups(o["kind"], [g["params"] for g in o.get("groups", [])]) for o in self.run["optimizers"]],
+                [
+                    _groups(kind, [g["params"] for g in o.get("groups", [])])
+                    for kind, o in _kinds(self.run["optimizers"], RUN.optimizers)
+                ],
                 [
                     _groups(
                         _kind(o), [] if _own_way(o) else [[keys[id(p)] for p in g["params"]] for g in o.param_groups]
@@ -285,7 +288,10 @@ class Stored:
                     for o in RUN.optimizers
                 ],
             ),
-            "schedulers": ([s["kind"] for s in self.run["schedulers"]], [_kind(s) for s in _schedulers()]),
+            "schedulers": (
+                [kind for kind, _ in _kinds(self.run["schedulers"], _schedulers())],
+                [_kind(s) for s in _schedulers()],
+            ),
             "loaders": (["a loader"] * len(self.run["loaders"]), ["a loader"] * len(RUN.loaders)),
         }
         for word, (saved, have) in shapes.items():
@@ -392,6 +398,8 @@ class Stored:
 
     def _random(self) -> None:
         """The order of data goes on; each rank's own numbers too, where it had any."""
+        if self.run["order"] is None:  # imported: it has no random states, and the run keeps its own
+            return
         world, order = here(), from_plain(self.run["order"])
         mine = f"random/{world.rank}"
         if RUN.stream is not None:
@@ -429,6 +437,12 @@ def _Default(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]]) -> Any:
     made = kind(dict) if hasattr(optimizer.state, "default_factory") else kind()
     made.update(state)
     return made
+
+
+def _kinds(saved: list[dict[str, Any]], have: Sequence[object]) -> list[tuple[str, dict[str, Any]]]:
+    """What was saved with its kind; an imported one does not say it, and takes that of its counterpart here."""
+    kinds = [_kind(one) for one in have] + ["an imported one"] * len(saved)
+    return [(one["kind"] or kind, one) for one, kind in zip(saved, kinds, strict=False)]
 
 
 def _groups(kind: str, names: list[list[str]]) -> str:

@@ -1,0 +1,186 @@
+"""torch.save's files: a zip with one pickle and the bytes of every tensor, opened in place without loading them.
+
+Tensors are views of the mapped file: read from the disk when they are used, and changed by nobody. Sizes, offsets and
+the zip's own checksums are checked before a tensor is made.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributedtorch.checkpoint import foreign
+from distributedtorch.checkpoint.foreign import wrong
+from distributedtorch.checkpoint.names import STORAGES, Maker, Name
+from distributedtorch.core.errors import CheckpointError, explain
+
+_HEADER = 30
+"""Bytes of an entry's own header, before its name."""
+_MOST_REPEATED = 1 << 20
+"""Elements of a tensor that says the same memory several times over (`expand`)."""
+_BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, KeyError, OverflowError, EOFError)
+_PARAMETER = Name("torch.nn.parameter.Parameter")
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+def mapped(path: Path) -> memoryview:
+    """A file's bytes, not read yet."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)) if size else memoryview(b"")
+    except OSError as error:
+        given = f"{path} cannot be read: {error.strerror}"
+        raise CheckpointError(explain(given, "a checkpoint's file", "check the path")) from None
+
+
+def load(path: Path) -> Any:
+    """What torch.save wrote into a file."""
+    return load_bytes(mapped(path), str(path))
+
+
+def load_bytes(data: memoryview, what: str) -> Any:
+    """What torch.save wrote, from its bytes."""
+    if bytes(data[: len(_LEGACY)]) == _LEGACY:
+        given = f"{what} has the format that torch.save wrote before torch 1.6"
+        do = "load it with torch where you trust it, and torch.save it again"
+        raise CheckpointError(explain(given, "the zip that torch.save writes now", do))
+    return _Archive(data, what).load()
+
+
+class _Archive:
+    def __init__(self, data: memoryview, what: str) -> None:
+        self.data, self.what = data, what
+        self.entries = self._entries()
+        pickles = [name for name in self.entries if name == "data.pkl" or name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise wrong(f"{what} is a zip without one data.pkl")
+        self.root = pickles[0].removesuffix("data.pkl")
+        self.memory: dict[str, Tensor] = {}
+
+    def _entries(self) -> dict[str, zipfile.ZipInfo]:
+        try:
+            with zipfile.ZipFile(_Window(self.data)) as archive:  # type: ignore[arg-type]
+                return {entry.filename: entry for entry in archive.infolist()}
+        except _BAD_ZIP as error:
+            raise wrong(f"{self.what} is not a whole zip ({error})") from None
+
+    def load(self) -> Any:
+        order = f"{self.root}byteorder"
+        if order in self.entries and bytes(self._bytes(order)) != b"little":
+            given = f"{self.what} was written on a big-endian machine"
+            raise CheckpointError(explain(given, "little-endian numbers", "load and save it again with torch"))
+        makers: dict[str, Maker] = {
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_tensor_v3": self._typed,
+            "torch._tensor._rebuild_from_type_v2": self._with_attributes,
+            "torch._utils._rebuild_parameter": lambda data, *_: data,
+            "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+        }
+        pickled = self.entries[f"{self.root}data.pkl"]
+        if pickled.file_size > foreign.MOST_BYTES:
+            raise wrong(f"{self.what} has a pickle of {pickled.file_size:,} bytes")
+        return foreign.read(bytes(self._bytes(pickled.filename)), self.what, makers, self._storage)
+
+    def _bytes(self, name: str) -> memoryview:
+        """An entry's bytes in the file; they lie there as they are."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise wrong(f"{self.what} has no {name}")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
+            raise wrong(f"{self.what}: {name} is compressed or encrypted")
+        head = self.data[entry.header_offset : entry.header_offset + _HEADER]
+        if len(head) != _HEADER:
+            raise wrong(f"{self.what} ends before {name}")
+        lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        start = entry.header_offset + _HEADER + lengths
+        found = self.data[start : start + entry.file_size]
+        if len(found) != entry.file_size:
+            raise wrong(f"{self.what} ends before {name} does")
+        if entry.CRC and zlib.crc32(found) != entry.CRC:  # torch can be told to write none
+            raise wrong(f"{self.what}: {name} has changed since it was written")
+        return found
+
+    def _storage(self, said: Any) -> tuple[str, torch.dtype]:
+        """The memory that a pickle refers to: its key, and the type it is said to have."""
+        kind, named, key, _, numel = said
+        if kind != "storage" or type(named) is not Name or named.text not in STORAGES or type(key) is not str:
+            raise ValueError("a storage that torch.save does not write")
+        dtype = STORAGES[named.text]
+        if key not in self.memory:
+            found = self._bytes(f"{self.root}data/{key}")
+            self.memory[key] = torch.frombuffer(found, dtype=torch.uint8) if len(found) else torch.empty(0).byte()
+        size = self.memory[key].numel()
+        if type(numel) is not int or numel * dtype.itemsize != size:
+            raise ValueError(f"a storage of {numel} elements in {size} bytes")
+        return key, dtype
+
+    def _tensor(self, storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> Tensor:
+        return self._view(storage[0], storage[1], offset, shape, stride)
+
+    def _typed(self, storage: Any, offset: int, shape: Any, stride: Any, *rest: Any) -> Tensor:
+        if type(rest[2]) is not torch.dtype:
+            raise ValueError("a tensor without a type")
+        return self._view(storage[0], rest[2], offset, shape, stride)
+
+    def _with_attributes(self, maker: Any, kind: Any, args: tuple[Any, ...], _: Any) -> Tensor:
+        """A plain tensor to which someone gave attributes, which are left out."""
+        makers = {"torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_tensor_v3": self._typed}
+        if type(maker) is not Name or maker.text not in makers or kind not in (Name("torch.Tensor"), _PARAMETER):
+            raise ValueError("a tensor of another class")
+        return makers[maker.text](*args)
+
+    def _view(self, key: str, dtype: torch.dtype, offset: int, shape: Any, stride: Any) -> Tensor:
+        numbers = (offset, *shape, *stride)
+        if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError("a tensor of a shape that none has")
+        memory = self.memory[key]
+        have, numel = memory.numel() // dtype.itemsize, 1
+        for size in shape:
+            numel *= size
+        reach = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+        if (numel and reach > have) or numel > max(have, _MOST_REPEATED):
+            raise ValueError(f"a tensor of shape {tuple(shape)} in {memory.numel()} bytes")
+        if not numel:
+            return torch.empty(shape, dtype=dtype)
+        if memory.data_ptr() % dtype.itemsize:
+            memory = self.memory[key] = memory.clone()
+        return memory[: have * dtype.itemsize].view(dtype).as_strided(shape, stride, offset)
+
+
+class _Window(io.RawIOBase):
+    """Bytes in memory as a file, without a copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self.data, self.at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: len(self.data)}[whence]
+        if start + offset < 0:
+            raise OSError("before the beginning")
+        self.at = start + offset
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, out: Any) -> int:
+        piece = self.data[self.at : self.at + len(out)]
+        out[: len(piece)] = piece
+        self.at += len(piece)
+        return len(piece)
