@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from distributedtorch.checkpoint.writing import Content, Piece
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Kept
 from distributedtorch.core.world import accelerator, here
+from distributedtorch.data.loader import Loader
 from distributedtorch.data.stream import as_plain, capture, from_plain, install
 from distributedtorch.run import RUN
 from distributedtorch.sync import divided
@@ -66,7 +68,7 @@ class _Collector:
         self.content = Content(head=_head())
         run = self.content.run
         run["models"] = [self._model(number, one) for number, one in enumerate(self.models)]
-        run["optimizers"] = []
+        run |= {"optimizers": [], "schedulers": [], "user": {}, "loaders": [], "loss scale": None, "order": None}
         if model is None:
             run["optimizers"] = [self._optimizer(number, one) for number, one in enumerate(RUN.optimizers)]
             self._rest(state)
@@ -77,9 +79,16 @@ class _Collector:
             key = self.keys[id(param)]
             if key.startswith(f"model.{number}/"):
                 self._parameter(key, param)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        state = model.state_dict(keep_vars=True)
+        metadata = getattr(state, "_metadata", {})
+        # By name, not only by object: a hook on state_dict may have put copies in their places.
+        values = {name: named.get(name, value) for name, value in state.items()}
+        packed = self._packed(f"model.{number}", values, "model")
         return {
             "kind": _kind(model),
-            "state": self._packed(f"model.{number}", model.state_dict(keep_vars=True), "model"),
+            "state": packed,
+            "metadata": self._packed(f"model.{number}/metadata", dict(metadata)),
         }
 
     def _parameter(self, key: str, param: nn.Parameter) -> None:
@@ -119,6 +128,8 @@ class _Collector:
             names = [self.keys[id(param)] for param in group["params"]]
             place = f"optimizer.{number}/groups/{len(said['groups'])}"
             said["groups"].append({"params": names, "options": self._packed(place, options)})
+        other = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        said["other"] = self._packed(f"optimizer.{number}/other", other)
         kept = kept_of(optimizer)
         for param in [param for group in optimizer.param_groups for param in group["params"]]:
             values = optimizer.state.get(param)
@@ -165,13 +176,24 @@ class _Collector:
             {"kind": _kind(one), "state": self._packed(f"scheduler.{number}", one.state_dict())}
             for number, one in enumerate(_schedulers())
         ]
-        run["user"] = {name: self._packed(f"user/{name}", one.state_dict()) for name, one in state.items()}
-        run["loaders"] = [loader.place.state_dict() for loader in RUN.loaders]
+        run["user"] = {
+            name: self._packed(f"user.{number}", state[name].state_dict()) for number, name in enumerate(sorted(state))
+        }
+        run["loaders"] = [{**loader.place.state_dict(), "batch": _batches(loader)} for loader in RUN.loaders]
+        run["fed"] = RUN.fed
         scale = world.loop.loss_scale
         run["loss scale"] = None if scale is None else scale.state_dict()
         run["order"] = as_plain(capture(full=True) if RUN.stream is None else RUN.stream.state)
         mine = torch.frombuffer(bytearray(json.dumps(_random()).encode()), dtype=torch.uint8)
         self.content.pieces.append(_whole(f"random/{world.rank}", mine, "state"))
+
+
+def _batches(loader: Loader) -> list[int | None]:
+    """What an epoch of a loader is made of: rows of a batch, number of batches; None where it does not say."""
+    try:
+        return [loader.batch_global, len(loader)]
+    except TypeError:
+        return [loader.batch_global, None]
 
 
 def _schedulers() -> list[LRScheduler]:
@@ -246,7 +268,10 @@ class Stored:
         self.run = reader.index.content["run"]
         self.models = RUN.models if model is None else [model]
         saved: list[dict[str, Any]] = self.run["models"]
-        self.saved = [saved[RUN.models.index(model)]] if model is not None and len(saved) > 1 else saved
+        self.saved = saved
+        if model is not None and len(saved) > 1:
+            number = next(k for k, known in enumerate(RUN.models) if known is model)
+            self.saved = saved[number : number + 1]
         self.tensors = _Lazily(reader)
 
     def misfit(self) -> str:
@@ -298,6 +323,14 @@ class Stored:
             if saved and have and saved != have:
                 given = f"the checkpoint's {word} are: {', '.join(saved)}"
                 return explain(given, f"as here: {', '.join(have)}", f"distribute the same {word}")
+        for loader, stored in zip(RUN.loaders, self.run["loaders"], strict=False):
+            if "began" in stored and stored.get("batch", _batches(loader)) != _batches(loader):
+                rows, count = stored["batch"]
+                given = f"the checkpoint lies in the middle of an epoch of {count} batches of {rows} rows"
+                here_ = f"as here: {_batches(loader)[1]} of {_batches(loader)[0]}"
+                return explain(
+                    given, here_, "use the same data and batch size, or a checkpoint from the end of an epoch"
+                )
         missing = [name for name in self.user if name not in self.run["user"]]
         if missing:
             given = f"state= names {missing[0]!r}, and the checkpoint has {sorted(self.run['user']) or 'none'}"
@@ -318,6 +351,8 @@ class Stored:
             one.load_state_dict(unpack(self.run["user"][name], self.tensors))
         for loader, saved in zip(RUN.loaders, self.run["loaders"], strict=False):
             loader.place.load_state_dict(saved)
+        RUN.fed = min(int(self.run.get("fed", 0)), max(len(RUN.loaders) - 1, 0))
+        RUN.unclaimed = self.run["loaders"][len(RUN.loaders) :]
         scale = here().loop.loss_scale
         if scale is not None and self.run["loss scale"] is not None:
             scale.load_state_dict(self.run["loss scale"])
@@ -329,9 +364,20 @@ class Stored:
         params: dict[str, nn.Parameter] = {}
         for model, saved in zip(self.models, self.saved, strict=True):
             named = dict(model.named_parameters(remove_duplicate=False))
-            params |= {saved["state"][n]["$tensor"]: p for n, p in named.items() if n in saved["state"]}
-            rest = {name: value for name, value in saved["state"].items() if name not in named}
-            model.load_state_dict(unpack(rest, self.tensors), strict=False)
+            filled = named.keys() & saved["state"].keys()
+            # Where hooks on state_dict give parameters other names, only the model itself can take them back.
+            filled = filled if len(filled) == len(named) else set()
+            params |= {saved["state"][name]["$tensor"]: named[name] for name in filled}
+            rest = OrderedDict((name, value) for name, value in saved["state"].items() if name not in filled)
+            given = OrderedDict(unpack(dict(rest), self.tensors))
+            given._metadata = unpack(saved.get("metadata", {}), self.tensors)  # type: ignore[attr-defined]
+            result = model.load_state_dict(given, strict=False)
+            left = [name for name in result.missing_keys if name not in filled] + list(result.unexpected_keys)
+            if left:
+                said = (
+                    f"{left[0]!r} of model {_kind(model)} finds no place (a hook on state_dict without one on loading?)"
+                )
+                raise CheckpointError(explain(said, "a state_dict that load_state_dict takes back", "mend the hooks"))
         if kept:
             divided.fence()
         for key in sorted(params, key=self.reader.where):
@@ -365,7 +411,7 @@ class Stored:
             return
         kept = kept_of(optimizer)
         keys = keys_of(RUN.models)
-        state: dict[Tensor, dict[str, Any]] = {}
+        state: dict[Any, dict[str, Any]] = {}
         wanted = []
         for group, given in zip(optimizer.param_groups, saved["groups"], strict=True):
             options = unpack(given["options"], self.tensors)
@@ -378,6 +424,7 @@ class Stored:
                     wanted += [(param, group, mine, name, value) for name, value in values.items()]
         for param, group, mine, name, value in sorted(wanted, key=self._order):
             state[param][name] = self._value(param, group, mine, name, value)
+        state |= unpack(saved.get("other", {}), self.tensors)
         optimizer.__setstate__({"state": _Default(optimizer, state), "param_groups": optimizer.param_groups})
 
     def _order(self, wanted: tuple[Any, ...]) -> tuple[str, int]:
@@ -389,7 +436,8 @@ class Stored:
             return unpack(value, self.tensors)
         key = value["$tensor"]
         entry = self.reader.index.tensors[key]
-        if kept is not None and kept.shape is not None and entry.shape == tuple(param.shape) and entry.shape:
+        divided_ = entry.shape == tuple(param.shape) and (entry.shape or name != "step")
+        if kept is not None and kept.shape is not None and divided_:
             found = self.reader.ordered(key, kept.stride, kept.low, kept.high).view(kept.shape)
         else:
             found = self.reader.whole(key)
@@ -408,7 +456,7 @@ class Stored:
             states = json.loads(bytes(self.reader.whole(mine).tolist()))
             install(from_plain(states["host"]), full=True)
             if "device" in states and accelerator() != "cpu":
-                device = torch.tensor(states["device"], dtype=torch.uint8)
+                device = torch.tensor(states["device"], dtype=torch.uint8, device="cpu")
                 torch.get_device_module(accelerator()).set_rng_state(device)
             return
         install(order, full=True)
@@ -431,7 +479,7 @@ class _Lazily(Mapping[str, Tensor]):
         return len(self.reader.index.tensors)
 
 
-def _Default(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]]) -> Any:
+def _Default(optimizer: Optimizer, state: dict[Any, dict[str, Any]]) -> Any:
     """A state of the kind that the optimizer has."""
     kind: Callable[..., Any] = type(optimizer.state)
     made = kind(dict) if hasattr(optimizer.state, "default_factory") else kind()
@@ -470,7 +518,7 @@ def difference(have: dict[str, str], saved: dict[str, str]) -> list[str]:
 
 def _looks(value: Any) -> str:
     if not isinstance(value, Tensor | Entry):
-        return type(value).__name__
+        return "something else than a tensor"
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 

@@ -132,7 +132,7 @@ def release() -> None:
         RUN.restore.pop()()
     if RUN.stream is not None:
         RUN.stream.hand_back()
-    RUN.plan, RUN.stream = None, None
+    RUN.plan, RUN.stream, RUN.unclaimed, RUN.fed = None, None, [], 0
     for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders):
         kept.clear()
 
@@ -275,7 +275,7 @@ def _note_seeds() -> Callable[[], None]:
 
 def _divided(loader: Any, plan: Plan, world: World) -> Loader:
     def on_batch(share: Share, batch: Any) -> None:
-        saving.feeds(id(divided))
+        saving.feeds(next((k for k, known in enumerate(RUN.loaders) if known is divided), 0))
         if world.size == 1 and not world.loop.members:  # nothing is weighed or exchanged
             return
         total = _length(divided)
@@ -290,8 +290,8 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
         world=world.size,
         stream=RUN.stream,
         on_batch=on_batch,
-        before_batch=lambda: saving.come_round(id(divided)),
-        at_end=lambda: saving.ends(id(divided)),
+        before_batch=saving.come_round,
+        at_end=saving.ends,
         batch=plan.batch,
         reverse=verify_record.reversed_rows(),
     )
@@ -306,6 +306,8 @@ def divide_met(loader: Any) -> Loader:
     if world.size > 1:
         inspect.same_everywhere(inspect.Given(), [divided], RUN.plan, world.comm)
     RUN.loaders.append(divided)
+    if RUN.unclaimed:
+        divided.place.load_state_dict(RUN.unclaimed.pop(0))
     report.met(divided, world)
     return divided
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +24,10 @@ class Run:
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRScheduler] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
+    unclaimed: list[dict[str, Any]] = field(default_factory=list)
+    """Positions that were loaded for loaders not met yet."""
+    fed: int = 0
+    """Which loader the last batch to train on came from."""
     stream: Stream | None = None
     seed: int | None = None
     """Torch's when `stream` was made; None where the script has set one since."""

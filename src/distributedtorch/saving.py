@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from distributedtorch import attach
 from distributedtorch.checkpoint import index, meeting, place, writing
@@ -36,6 +37,7 @@ from distributedtorch.launch.join import client
 from distributedtorch.launch.start import join_world
 from distributedtorch.run import RUN
 
+_SECONDS_TO_END = 2.0
 _UNITS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
@@ -53,9 +55,11 @@ class Resumed(NamedTuple):
 class Saving:
     """A save, under way or done."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, promised: bool = False) -> None:
         self.path = path
         """Where it lies, when it is done."""
+        self.promised = promised
+        """Whether it has not begun: all ranks carry it out after their next step."""
         self.stalled = 0.0
         """Seconds that the training thread was held by it."""
         self.copied = threading.Event()
@@ -74,6 +78,10 @@ class Saving:
         Raises:
             CheckpointError: It could not be written. The same on all ranks; earlier checkpoints are as they were.
         """
+        if self.promised:
+            given = "wait() for a save that only some ranks asked for"
+            do = "call dt.save on all ranks, or wait() after the next optimizer step"
+            raise CheckpointError(explain(given, "a save that has begun", do))
         self._done.wait()
         if self._fault:
             self.told = True
@@ -83,11 +91,11 @@ class Saving:
         """Make the content independent of the run, in memory of an earlier copy; what is given changes meanwhile."""
         try:
             if isinstance(content, writing.Content):
-                before = [piece.tensor._version for piece in content.pieces]
-                given = [piece.tensor for piece in content.pieces]
-                _copy([piece for piece in content.pieces if piece.steady], into)
-                for piece, tensor, version in zip(content.pieces, given, before, strict=True):
-                    if piece.steady and tensor._version != version:
+                steady = [piece for piece in content.pieces if piece.steady]
+                before = [(piece.tensor, piece.tensor._version) for piece in steady]
+                _copy(steady, into)
+                for piece, (tensor, version) in zip(steady, before, strict=True):
+                    if tensor._version != version:
                         return _changed(piece.key)
             return content
         except BaseException as error:
@@ -95,9 +103,12 @@ class Saving:
         finally:
             self.copied.set()
 
-    def run(self, asked: Mapping[str, Any], content: writing.Content | str, channel: writing.Channel) -> None:
+    def run(
+        self, asked: Mapping[str, Any], content: writing.Content | str, meet: Callable[[], writing.Channel]
+    ) -> None:
         """Carry it out in the present thread."""
         try:
+            channel = meet()
             there = place.of(asked["path"])
             name = writing.carry_out(there, content, channel, keep=asked["keep"], private=asked["private"])
             self.path = there.file(name, "")
@@ -115,12 +126,14 @@ class _State:
     promised: dict[str, Saving] = field(default_factory=dict)
     """Saves that are to be carried out later, by path."""
     count: int = 0
-    user: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
-    """The user's own objects, by the path they are saved to and their names."""
+    user: dict[tuple[str, bool], dict[str, Any]] = field(default_factory=dict)
+    """The user's own objects, by the path they are saved to, and whether that is done by `save_every`."""
     every: _Every | None = None
     due: bool = False
-    fed: int | None = None
-    """The loader that batches to train on come from now."""
+    fed: bool = False
+    """Whether batches to train on come from a loader that was given."""
+    armed: list[RemovableHandle] = field(default_factory=list)
+    """Where they do not: hooks on the next forward."""
     stepped: bool = False
     """Whether an optimizer has stepped since the last batch was handed out."""
     looked: bool = False
@@ -146,6 +159,7 @@ class _Every:
         return time.monotonic() - self.last_time >= (self.seconds or 0.0)
 
     def began(self) -> None:
+        """One begins now."""
         self.last_step, self.last_time = here().loop.steps, time.monotonic()
 
 
@@ -163,9 +177,8 @@ def save(
 ) -> Saving:
     """Write the state of everything distributed as the newest checkpoint in the folder `path`.
 
-    Called on all ranks it returns when the checkpoint is committed. Called on some ranks only, it is written at once
-    where one rank holds everything (ddp); else it says so and returns, and all ranks carry it out after their next
-    optimizer step, or at exit, with that moment's state.
+    Called on all ranks it returns when the checkpoint is committed. Called on some ranks only, it says so and returns,
+    and all ranks carry it out after their next optimizer step, or at exit, with that moment's state.
 
     Args:
         path: A folder that holds checkpoints, or an address of a store (`s3://bucket/folder`) that fsspec can open.
@@ -190,14 +203,11 @@ def save(
     request = _request(path, model, state, wait=wait, keep=keep, private=private)
     if world.size == 1:
         return _finish(_begin(request, [0]), request)
-    divided = any(member.sync.divided for member in world.loop.members)
-    plan = RUN.plan.sync if RUN.plan is not None else ""
-    alone = None if plan == "zero3" or (divided and model is None) else lambda: _alone(request)
-    if meeting.of(world.loop, _together).ask(request, alone):
+    if meeting.of(world.loop, _together).ask(request):
         assert _STATE.last is not None
         return _STATE.last
     where = json.loads(request)["path"]
-    return _STATE.promised.setdefault(where, Saving(where))
+    return _STATE.promised.setdefault(where, Saving(where, promised=True))
 
 
 def load(
@@ -223,7 +233,8 @@ def load(
     if found is None:
         given = f"{os.fspath(path)} holds no checkpoint"
         raise CheckpointError(explain(given, "a folder written by dt.save", "check the path"))
-    found.apply()
+    with torch.inference_mode(False):
+        found.apply()
     _caught_up()
 
 
@@ -256,7 +267,8 @@ def resume(
     every = None if save_every is None else _period(save_every)
     found = _find(path, None, check_state(state))
     if found is not None:
-        found.apply()
+        with torch.inference_mode(False):
+            found.apply()
         _caught_up()
     said = os.fspath(path)
     resumed = Resumed(
@@ -265,8 +277,10 @@ def resume(
     if world.rank == 0:
         record.say(_went_on(resumed, said))
     if every is not None:
-        request = _request(path, None, state, wait=False, keep=keep, private=private)
+        request = _request(path, None, state, wait=False, keep=keep, private=private, every=True)
         steps, seconds = every
+        atexit.unregister(_drop_timed)
+        atexit.register(_drop_timed)
         _STATE.every = _Every(request, steps, seconds, world.loop.steps, time.monotonic())
     return resumed
 
@@ -274,7 +288,7 @@ def resume(
 def _went_on(resumed: Resumed, said: str) -> str:
     if resumed.path is None:
         return f"nothing to resume in {said}: starts from the beginning"
-    cursor = RUN.loaders[0].cursor if RUN.loaders else None
+    cursor = RUN.loaders[RUN.fed].cursor if RUN.loaders else None
     inside = "" if cursor is None or cursor.ended else f", after batch {cursor.batch} of its epoch"
     epoch = f", epoch {resumed.epoch}{inside}" if cursor is not None else ""
     return f"resumed from {resumed.path}: step {resumed.step}{epoch}"
@@ -283,7 +297,7 @@ def _went_on(resumed: Resumed, said: str) -> str:
 def _epoch() -> int:
     if not RUN.loaders:
         return 0
-    cursor = RUN.loaders[0].cursor
+    cursor = RUN.loaders[RUN.fed].cursor
     return cursor.epoch + cursor.ended
 
 
@@ -308,6 +322,9 @@ def stand(loop: Loop) -> None:
     if carry_out_after_step not in loop.after_step:
         loop.after_step.append(carry_out_after_step)
         loop.before_update.append(hold_back)
+        loop.after_backward.append(hold_back)
+    if loop.comm.world > 1:
+        meeting.of(loop, _together)  # from now on, the ranks also meet at exit
 
 
 def hold_back() -> None:
@@ -330,34 +347,34 @@ def carry_out_after_step(_: Sequence[Member]) -> None:
             loop.requests.append(every.request)
             meeting.of(loop, _together).put_off()
     _STATE.stepped = True
-    if _STATE.fed is None:
-        come_round(None)
+    if not _STATE.fed and not _STATE.armed and (_STATE.due or loop.requested):
+        _STATE.armed = [m.register_forward_pre_hook(lambda *_: come_round()) for m in RUN.models]
 
 
-def come_round(loader: int | None) -> None:
-    """The next batch is asked for: all that the loop does after the last step is done."""
-    if loader != _STATE.fed or not _STATE.stepped:
+def come_round() -> None:
+    """The next batch is asked for, or a model runs: all that the loop does after the last step is done."""
+    if not _STATE.stepped or not torch.is_grad_enabled():  # an evaluation in between
         return
     _STATE.stepped = False
+    while _STATE.armed:
+        _STATE.armed.pop().remove()
     loop = here().loop
     if loop.comm.world > 1 and loop.requested:
         meeting.of(loop, _together).catch_up()
     if _STATE.due and _STATE.every is not None:
         _STATE.due = False
-        _STATE.every.began()
         _begin(_STATE.every.request, list(range(loop.comm.world)))
 
 
-def feeds(loader: int) -> None:
+def feeds(number: int) -> None:
     """A batch of this loader is handed out to be trained on."""
     if torch.is_grad_enabled():
-        _STATE.fed = loader
+        _STATE.fed, RUN.fed = True, number
 
 
-def ends(loader: int) -> None:
+def ends() -> None:
     """A loader has come to the end of its epoch: what is trained on next may come from elsewhere."""
-    if _STATE.fed == loader:
-        _STATE.fed = None
+    _STATE.fed = False
 
 
 def carry_out_put_off() -> None:
@@ -386,8 +403,18 @@ def _settle() -> None:
 
 
 def _at_exit() -> None:
-    if not record.failed():
-        _settle()
+    if record.failed():
+        if _STATE.last is not None:  # Python ends badly under a thread that is inside the store
+            _STATE.last._done.wait(_SECONDS_TO_END)
+        return
+    _settle()
+
+
+def _drop_timed() -> None:
+    """At exit: a save that was only due by the clock is not asked for any more."""
+    requests, every = here().loop.requests, _STATE.every
+    if every is not None and every.request in requests:
+        requests.remove(every.request)
 
 
 # How.
@@ -410,20 +437,14 @@ def _number(model: nn.Module) -> int:
 def _request(path: str | os.PathLike[str], model: nn.Module | None, state: Mapping[str, Any] | None, **how: Any) -> str:
     said = os.fspath(path)
     where = said if "://" in said else os.path.realpath(said)
-    given = check_state(state)
-    _STATE.user[where, *sorted(given)] = given
     part = {} if model is None else {"model": _number(model)}
-    return json.dumps({"path": where, **part, "state": sorted(given), **how})
+    _STATE.user[where, how.get("every", False)] = check_state(state)
+    return json.dumps({"path": where, **part, **how})
 
 
 def _together(request: str) -> None:
     """All ranks write: a group call."""
     _finish(_begin(request, list(range(here().size))), request)
-
-
-def _alone(request: str) -> None:
-    """This rank writes what it holds, which is everything."""
-    _finish(_begin(request, [here().rank]), request)
 
 
 def _finish(saving: Saving, request: str) -> Saving:
@@ -437,26 +458,34 @@ def _begin(request: str, writers: list[int]) -> Saving:
     _settle()
     asked, world = json.loads(request), here()
     saving = _STATE.last = _STATE.promised.pop(asked["path"], Saving(asked["path"]))
-    _STATE.count += len(writers) > 1
+    saving.promised = False
+    if _STATE.every is not None and request == _STATE.every.request:
+        _STATE.every.began()
     many = len(writers) > 1
+    _STATE.count += many
     name = f"checkpoint/{_STATE.count}"
     began = time.monotonic()
-    with world.comm.held("save", f"save to {asked['path']}"):
+    with world.comm.held("save", f"save to {asked['path']}"), torch.inference_mode(False):
         content = _content(asked, writers)
         if asked["wait"]:
             store = (lambda: meeting.of(world.loop, _together).store) if many else None
             saving.copied.set()
-            saving.run(asked, content, writing.Channel(world.rank, writers, store, name))
+            saving.run(asked, content, lambda: writing.Channel(world.rank, writers, store, name))
             saving.stalled = time.monotonic() - began
             return saving
         if isinstance(content, writing.Content):
-            _copy([piece for piece in content.pieces if not piece.steady], {})
+            # Where the library chose the moment, nothing but a step changes the rest; one process is not watched.
+            later = asked.get("every", False) and bool(world.loop.members)
+            _copy([piece for piece in content.pieces if not (piece.steady and later)], {} if later else _STATE.copies)
+            for piece in content.pieces:
+                piece.steady = piece.steady and later
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
 
     def behind() -> None:
         copied = saving.copy(content, _STATE.copies)
-        saving.run(asked, copied, writing.Channel(world.rank, writers, (lambda: client(10)) if many else None, name))
+        store = (lambda: client(10)) if many else None
+        saving.run(asked, copied, lambda: writing.Channel(world.rank, writers, store, name))
 
     threading.Thread(target=behind, name="distributedtorch-save", daemon=True).start()
     saving.stalled = time.monotonic() - began
@@ -466,13 +495,10 @@ def _begin(request: str, writers: list[int]) -> Saving:
 def _content(asked: dict[str, Any], writers: list[int]) -> writing.Content | str:
     """What this rank writes, or why it cannot."""
     try:
-        mine = _STATE.user.get((asked["path"], *asked["state"]))
-        if here().rank == writers[0] and mine is None:
-            given = f"state= has {asked['state']}, given on another rank than rank {writers[0]}"
-            return explain(given, "the state of the rank that writes", "call dt.save with state= on all ranks")
+        mine = _STATE.user.get((asked["path"], asked.get("every", False)), {})
         if here().rank == writers[0] and "model" not in asked:
-            _look_round(mine or {})
-        return collect(asked.get("model"), mine or {}, writers=writers)
+            _look_round(mine)
+        return collect(asked.get("model"), mine, writers=writers)
     except Exception as error:
         return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
@@ -501,7 +527,7 @@ def _copy(pieces: Sequence[writing.Piece], into: dict[str, Tensor]) -> None:
     for piece in pieces:
         there = into.get(piece.name)
         if there is None or there.shape != piece.tensor.shape or there.dtype != piece.tensor.dtype:
-            there = into[piece.name] = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype)
+            there = into[piece.name] = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu")
         piece.tensor = there.copy_(piece.tensor)
 
 

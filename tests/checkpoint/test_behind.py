@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import distributedtorch as dt
 from distributedtorch import saving
@@ -46,32 +47,58 @@ class Slow:
         self.real(pieces, into)
 
 
-def test_the_moment_of_the_call_is_what_is_saved(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def watched():
+    yield job.Training("ddp,clip=1000000.0")  # a word that acts in one process too: backward is seen
+    release()
+
+
+def test_what_is_saved_by_itself_is_copied_until_backward_ends(
+    watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = Slow(monkeypatch)
+    dt.resume(tmp_path, save_every=8)
+    watched.epoch()
+    before = weights(watched)
+    under_way = saving._STATE.last
+    assert under_way is not None and not under_way.copied.is_set()
+    x, y = next(iter(watched.loader))
+    loss = watched.model(x).sub(y).square().mean()
+    threading.Timer(0.3, slow.go.set).start()
+    loss.backward()
+    assert under_way.copied.is_set() and under_way.stalled >= 0.2
+    with torch.no_grad():
+        watched.model.back.weight.data.mul_(2.0)  # what sharpness-aware training does between backward and step
+    watched.optimizer.step()
+    under_way.wait()
+    assert not same(before, weights(watched))
+    dt.load(under_way.path)
+    names = [name for name in before if "norm.running" not in name]
+    assert same({name: before[name] for name in names}, weights(watched))
+
+
+def test_a_change_before_the_copy_is_noticed(watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    dt.resume(tmp_path, save_every=8)
+    watched.epoch()
+    with torch.no_grad():
+        watched.model.back.weight.mul_(2.0)
+    slow.go.set()
+    assert saving._STATE.last is not None
+    with pytest.raises(dt.CheckpointError, match=r"'model\.0/back\.weight' was changed while"):
+        saving._STATE.last.wait()
+    assert not place.of(tmp_path).committed()
+
+
+def test_the_moment_of_the_call_is_what_is_saved(training, tmp_path: Path) -> None:
     training.epoch()
     before = weights(training)
     under_way = dt.save(tmp_path, wait=False)
-    assert not under_way.done
-    x, y = next(iter(training.loader))
-    training.model(x).sub(y).square().mean().backward()
-    threading.Timer(0.3, slow.go.set).start()
-    training.optimizer.step()  # waits until the copy is made
-    assert under_way.stalled >= 0.2
+    training.model.back.weight.data.clamp_(-0.01, 0.01)  # not seen by version counters
+    training.epoch()
     under_way.wait()
-    assert not same(before, weights(training))
     dt.load(under_way.path)
     assert same(before, weights(training))
-
-
-def test_a_change_before_the_copy_is_noticed(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    slow = Slow(monkeypatch)
-    under_way = dt.save(tmp_path, wait=False)
-    with torch.no_grad():
-        training.model.back.weight.mul_(2.0)
-    slow.go.set()
-    with pytest.raises(dt.CheckpointError, match=r"'model\.0/back\.weight' was changed while"):
-        under_way.wait()
-    assert not place.of(tmp_path).committed()
 
 
 def test_a_failure_is_said_within_one_step(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
@@ -229,3 +256,105 @@ def test_a_save_by_hand_beside_save_every(training, tmp_path: Path) -> None:
     _ = dt.save(tmp_path, wait=False, state={"average": average})
     dt.load(tmp_path, state={"average": average})
     assert [name.split("-")[-1] for name in place.of(tmp_path).committed()] == ["8", "6"]
+
+
+def test_two_loaders_at_once(training, tmp_path: Path) -> None:
+    other = DataLoader(torch.zeros(64, 1), 8)
+    other = dt.distribute(other)
+    dt.resume(tmp_path, save_every=1, keep=20)
+    for (x, y), _ in zip(training.loader, other, strict=True):
+        training.model(x).sub(y).square().mean().backward()
+        training.optimizer.step()
+    saving._settle()
+    assert len(place.of(tmp_path).committed()) == 8
+
+
+def test_schedulers_step_before_a_periodic_save_without_loaders(training, tmp_path: Path) -> None:
+    dt.resume(tmp_path, save_every=4)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for _ in range(5):
+        training.model(x).square().mean().backward()
+        training.optimizer.step()
+        training.scheduler.step()
+    saving._settle()
+    release()
+    again = job.Training("ddp")
+    dt.load(tmp_path)
+    assert again.scheduler.last_epoch == 4 and again.scheduler.get_last_lr() == [5e-3]
+
+
+def test_state_of_the_optimizer_that_is_no_parameters(training, tmp_path: Path) -> None:
+    training.optimizer.state["global"] = {"k": 3, "t": torch.ones(2)}
+    dt.save(tmp_path)
+    training.optimizer.state["global"] = {}
+    dt.load(tmp_path)
+    assert training.optimizer.state["global"]["k"] == 3 and training.optimizer.state["global"]["t"].tolist() == [1, 1]
+
+
+def test_a_part_is_no_damage(training, tmp_path: Path) -> None:
+    dt.save(tmp_path)
+    training.epoch()
+    before = weights(training)
+    dt.save(tmp_path, model=training.model)
+    training.epoch()
+    dt.load(tmp_path)
+    assert same(before, weights(training))
+
+
+def test_another_batch_size_in_the_middle_of_an_epoch(training, tmp_path: Path) -> None:
+    for _ in zip(range(3), training.loader, strict=False):
+        pass
+    walk = iter(training.loader)
+    next(walk)
+    dt.save(tmp_path)
+    del walk
+    training.loader.batch_sampler.batch_size = 16
+    with pytest.raises(dt.CheckpointError, match="middle of an epoch of 8 batches of 8 rows"):
+        dt.load(tmp_path)
+
+
+def test_load_inside_a_walk(training, tmp_path: Path) -> None:
+    dt.save(tmp_path)
+    with pytest.raises(dt.UsageError, match="begin again"):
+        for _ in training.loader:
+            dt.load(tmp_path)
+
+
+def copies(module, state, prefix, local) -> None:
+    for name in [name for name, value in state.items() if isinstance(value, torch.Tensor)]:
+        state[name] = state[name].clone()
+
+
+class Hooked(torch.nn.Linear):
+    """Its state_dict holds copies, an extra state, and a version."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_state_dict_post_hook(copies)
+        self.seen: list[object] = []
+
+    def get_extra_state(self) -> object:
+        return (1, float("inf"))
+
+    def set_extra_state(self, state: object) -> None:
+        self.seen.append(state)
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args) -> None:  # type: ignore[no-untyped-def]
+        self.seen.append(metadata.get("version"))
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_hooks_extra_state_and_versions(tmp_path: Path) -> None:
+    model = Hooked()
+    dt.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        before = model.weight.detach().clone()
+        dt.save(tmp_path)
+        with torch.no_grad():
+            model.weight.zero_()
+        dt.load(tmp_path)
+        assert torch.equal(model.weight, before) and 3 in model.seen and (1, float("inf")) in model.seen
+    finally:
+        release()

@@ -91,13 +91,12 @@ def steps(folder: Path) -> int:
 
 def test_one_rank_alone_is_written_when_all_can(done: tuple[Path, str]) -> None:
     folder, said = done
-    assert steps(folder / "mid-ddp") == 8  # at once: every rank holds everything
-    assert steps(folder / "mid-zero1") == 9
+    assert steps(folder / "mid-ddp") == steps(folder / "mid-zero1") == 9
     assert steps(folder / "twice-zero1") == 9  # all ranks after step 8, and rank 0 once more
     assert steps(folder / "exit-joined") == steps(folder / "exit-later") == 8
     assert {file.split("-")[0] for file in newest(folder / "exit-model").files} == {"model"}
-    line = "dt.save was called on rank 0 only: all ranks carry it out at their next optimizer step"
-    assert said.count(line) == 3
+    line = "dt.save was called on rank 0, and the others have not come to it: all ranks carry it out after their next"
+    assert said.count(line) == 5
     seconds = json.loads((folder / "said.0").read_text())
     assert seconds["ddp"] < 5 and seconds["zero1"] < 5
 

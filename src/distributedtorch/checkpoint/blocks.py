@@ -85,7 +85,7 @@ def write(sink: Callable[[memoryview], Any], tensors: Sequence[tuple[str, Tensor
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's values as bytes, in row-major order: its own memory where it lies so on the host."""
-    host = tensor.detach().to("cpu").contiguous().reshape(-1)
+    host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memory_of(host)
 
 

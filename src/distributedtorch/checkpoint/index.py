@@ -27,6 +27,7 @@ from distributedtorch.checkpoint.place import _FILE, INDEX, Place
 from distributedtorch.core.errors import CheckpointError, explain
 
 FORMAT = 1
+_MOST_OPEN = 64
 _HEAD, _HEX = b'{"sha256": "', 64
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError)
 
@@ -93,17 +94,29 @@ def read(place: Place, folder: str) -> Index:
             given = f"{where} has format {content['format']!r}, written by {content.get('versions')}"
             do = "load it with that version or a later one"
             raise NewerError(explain(given, f"format {FORMAT} or older", do))
-        files = {name: _card(name, said) for name, said in content["files"].items()}
-        tensors = {key: _entry(key, said, files) for key, said in content["tensors"].items()}
-        missing = [key for key in _named(content["run"]) if key not in tensors]
-        if missing:
-            raise damaged(f"{where} has no tensor {missing[0]!r}")
+        files, tensors = check(content["files"], content["tensors"], content["run"])
         return Index(content=content, tensors=tensors, files=files, digest=digest)
     except OSError as error:
         given = f"{where} cannot be read: {error}"
         raise CheckpointError(explain(given, "a checkpoint written by dt.save", blocks.DO)) from None
     except _WRONG as error:
         raise damaged(f"{where} is not what dt.save writes ({type(error).__name__}: {error})") from None
+
+
+def check(
+    files: Mapping[str, Any], tensors: Mapping[str, Any], run: Mapping[str, Any]
+) -> tuple[dict[str, Card], dict[str, Entry]]:
+    """See that an index does not contradict itself: files, parts that make whole tensors, tensors that are named.
+
+    Raises:
+        ValueError, KeyError, TypeError: It does.
+    """
+    cards = {name: _card(name, said) for name, said in files.items()}
+    entries = {key: _entry(key, said, cards) for key, said in tensors.items()}
+    missing = [key for key in _named(run) if key not in entries]
+    if missing:
+        raise ValueError(f"there is no tensor {missing[0]!r}")
+    return cards, entries
 
 
 class NewerError(CheckpointError):
@@ -172,6 +185,8 @@ class Reader:
 
     def _file(self, name: str) -> tuple[Blocks, dict[str, tuple[torch.dtype, tuple[int, ...], int]]]:
         if name not in self._files:
+            if len(self._files) >= _MOST_OPEN:
+                self._files.pop(next(iter(self._files)))
             said = self.place.file(self.folder, name)
             try:
                 size, read = self.place.opened(self.folder, name)
@@ -229,7 +244,7 @@ class Reader:
     def read(self, key: str, low: int, high: int) -> torch.Tensor:
         """Elements `low` to `high` in the order they were counted in, on the host."""
         entry = self.index.tensors[key]
-        out = torch.empty(high - low, dtype=entry.dtype)
+        out = torch.empty(high - low, dtype=entry.dtype, device="cpu")
         self.read_into(key, low, out)
         return out
 
@@ -260,5 +275,5 @@ class Reader:
         have = entry.stride or tuple(torch.empty(entry.shape, device="meta").stride())
         if have == stride or entry.numel <= 1 or len([n for n in entry.shape if n > 1]) < 2:
             return self.read(key, low, high)
-        same = torch.empty_strided(entry.shape, stride, dtype=entry.dtype).copy_(self.whole(key))
+        same = torch.empty_strided(entry.shape, stride, dtype=entry.dtype, device="cpu").copy_(self.whole(key))
         return same.as_strided((entry.numel,), (1,))[low:high].clone()

@@ -24,7 +24,8 @@ from distributedtorch.core.step import Loop
 from distributedtorch.launch import record
 from distributedtorch.launch.join import client
 
-_SECONDS_TO_MEET = 1.0
+_SECONDS_TO_MEET, _SECONDS_FOR_RANK_0 = 1.0, 10.0
+"""Rank 0 is often alone in asking, and often late when it is not."""
 _SECONDS_TO_LEAVE = 2.0
 _SECONDS_TO_KEEP_A_PROMISE = 60.0
 _SECONDS_BETWEEN_LOOKS = 0.01
@@ -52,10 +53,8 @@ class Meeting:
             self._store = client(10)
         return self._store
 
-    def ask(self, request: str, alone: Callable[[], None] | None) -> bool:
-        """Carry `request` out with all ranks now; else by `alone`, if this rank can; else put it off.
-
-        Result: whether it was carried out here.
+    def ask(self, request: str) -> bool:
+        """Carry `request` out with all ranks now, or put it off. Result: whether it was carried out.
 
         Raises:
             CheckpointError: It could not be carried out, or cannot be any more because other ranks have ended.
@@ -66,18 +65,13 @@ class Meeting:
         if decided == "now":
             self.carry_out(request)
             return True
-        if alone is not None:
-            if decided == self._mine():
-                alone()
-                return True
-        elif self.store.check([_EXIT]):
+        if self.store.check([_EXIT]):
             raise CheckpointError(_ended(request))
-        else:
-            self.loop.requests.append(request)
-            self.put_off()
-            if decided == self._mine():
-                when = "all ranks carry it out at their next optimizer step, with that moment's state"
-                record.say(f"dt.save was called on rank {self.rank} only: {when}")
+        self.loop.requests.append(request)
+        self.put_off()
+        if decided == self._mine():
+            when = "all ranks carry it out after their next optimizer step, with that moment's state"
+            record.say(f"dt.save was called on rank {self.rank}, and the others have not come to it: {when}")
         return False
 
     def put_off(self) -> None:
@@ -108,7 +102,7 @@ class Meeting:
             store.set(f"{_ASKED}/{store.add(_ASKED, 1)}", json.dumps([key, request]))
         if store.add(key, 1) == self.world:
             return store.compare_set(decision, "", "now").decode()
-        deadline = time.monotonic() + _SECONDS_TO_MEET
+        deadline = time.monotonic() + (_SECONDS_TO_MEET if self.rank == 0 else _SECONDS_FOR_RANK_0)
         while not store.check([decision]):
             if time.monotonic() > deadline:
                 return store.compare_set(decision, "", self._mine()).decode()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -165,6 +166,9 @@ def _write(place: Place, draft: str, rank: int, content: Content, *, private: bo
         mine = [piece for piece in content.pieces if piece.file == kind]
         if not mine:
             continue
+        twice = [name for name, times in Counter(piece.name for piece in mine).items() if times > 1]
+        if twice:
+            raise ValueError(f"two tensors are named {twice[0]!r}")
         file = f"{kind}-{rank:05d}.safetensors"
         with place.writing(draft, file, private=private) as sink:
             card = blocks.write(sink, [(piece.name, piece.tensor) for piece in mine])
@@ -191,6 +195,7 @@ def _commit(
                 mine["state"].setdefault(key, {}).update(values)
     files = {file: said for card in cards for file, said in card["files"].items()}
     text = index.text({**content.head, "run": run, "tensors": tensors, "files": files})
+    index.check(files, tensors, run)
     seen = place.files(draft)
     for file, said in files.items():
         if seen.get(file) != said["bytes"]:

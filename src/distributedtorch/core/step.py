@@ -81,6 +81,8 @@ class Loop:
         """Called with the roots of every backward (verify listens here)."""
         self.after_exchange: list[Callable[[Sequence[Member]], None]] = []
         """Called when global gradients are in place, before anything (clipping) changes them."""
+        self.after_backward: list[Callable[[], None]] = []
+        """Called when a backward has ended, before the user goes on."""
         self.before_update: list[Callable[[], None]] = []
         """Called before an optimizer changes anything."""
         self.after_step: list[Callable[[Sequence[Member]], None]] = []
@@ -205,6 +207,8 @@ class Loop:
             finally:
                 self.depth = 0
             self._end()
+            for act in self.after_backward:
+                act()
             return None
 
         return backward

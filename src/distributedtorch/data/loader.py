@@ -168,11 +168,15 @@ class Epoch:
         self._loader = loader
         self._pieces = pieces
         self._number = number
+        self.stale = False
+        """Whether the loader was put to another place since."""
 
     def __iter__(self) -> Epoch:
         return self
 
     def __next__(self) -> Any:
+        if self.stale:
+            raise UsageError(_STALE)
         before, on_batch, at_end = self._loader.calls
         before()
         try:
@@ -187,3 +191,10 @@ class Epoch:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+_STALE = explain(
+    "dt.load inside a loop over a loader that it has put to another place",
+    "a new loop over the loader",
+    "leave the loop after dt.load and begin again: `for batch in loader` then goes on from the loaded place",
+)

@@ -69,7 +69,10 @@ class Position:
         return saved
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Stand where another loader stood."""
+        """Stand where another loader stood; a walk that is under way cannot go on."""
+        walk = self._walk()
+        if walk is not None:
+            walk.stale = True
         self.cursor.load_state_dict(saved["cursor"])
         for generator, state in zip(self._generators(), saved["generators"], strict=False):
             generator.set_state(_tensor(state))
@@ -106,4 +109,4 @@ def _plain(states: list[torch.Tensor]) -> list[str]:
 
 
 def _tensor(text: str) -> torch.Tensor:
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8, device="cpu")

@@ -84,7 +84,7 @@ def as_plain(state: State) -> dict[str, Any]:
 
 def from_plain(given: Mapping[str, Any]) -> State:
     """The state that `as_plain` was given."""
-    torch_state = torch.tensor(list(base64.b64decode(given["torch"])), dtype=torch.uint8)
+    torch_state = torch.tensor(list(base64.b64decode(given["torch"])), dtype=torch.uint8, device="cpu")
     python = given["python"]
     if python is not None:
         version, internal, gauss = python

@@ -50,7 +50,7 @@ def divide_state(
             continue
         state = optimizer.state.pop(param)
         if mine.bounds[mine.comm.rank] < mine.bounds[mine.comm.rank + 1]:
-            optimizer.state[param] = state if whole else {key: _piece(value, mine) for key, value in state.items()}
+            optimizer.state[param] = state if whole else {key: _piece(key, value, mine) for key, value in state.items()}
 
 
 def gather_state(
@@ -103,6 +103,6 @@ def _whole(key: str, card: list[Any], mine: dict[str, Any], held: Held, owner: i
     return flat.as_strided(held.slot.shape, held.slot.stride)
 
 
-def _piece(value: Any, held: Held) -> Any:
-    same = isinstance(value, Tensor) and value.dim() > 0 and value.shape == held.slot.shape
+def _piece(key: str, value: Any, held: Held) -> Any:
+    same = isinstance(value, Tensor) and value.shape == held.slot.shape and (value.dim() > 0 or key != "step")
     return held.mine(value).clone().view(held.local.shape) if same else value
