@@ -1,10 +1,10 @@
 """When a save is carried out: at once where all ranks ask for it, else when all of them can.
 
 Ranks that ask for the same thing after the same step meet in the store. The last to arrive decides "now"; a rank that
-has waited in vain (rank 0 1 s, the others 10) decides "later", and its call returns: whoever decides first decides for all (one atomic
-compare-and-set). What is put off travels as one number in the control message of the next backward, so that all ranks
-carry it out after the same optimizer step, at no cost of its own. At exit the ranks meet once more: a rank that ends
-early waits 2 s for the others and takes part in what they still ask for.
+has waited in vain (rank 0 for 1 s, the others for 10) decides "later", and its call returns: whoever decides first
+decides for all (one atomic compare-and-set). What is put off travels as one number in the control message of the next
+backward, so that all ranks carry it out after the same optimizer step, at no cost of its own. At exit the ranks meet
+once more: a rank that ends early waits 2 s for the others and takes part in what they still ask for.
 """
 
 from __future__ import annotations
