@@ -199,7 +199,7 @@ class Blocks:
             raise damaged(f"{self.name} has a header of {length} bytes")
         text = bytearray(length)
         self.read(8, memoryview(text))
-        found = {}
+        found, total = {}, 0
         for name, said in json.loads(text).items():
             if name == "__metadata__":
                 continue
@@ -210,6 +210,9 @@ class Blocks:
             if 8 + length + stop > self.card.bytes:
                 raise damaged(f"{self.name} ends before {name!r} does")
             found[name] = dtype, shape, 8 + length + start
+            total += stop - start
+        if 8 + length + total > self.card.bytes:  # bytes that several tensors share: more than the file holds
+            raise damaged(f"{self.name} is said to hold {total:,} bytes of tensors")
         return found
 
 
