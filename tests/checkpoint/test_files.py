@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -251,6 +252,19 @@ def test_a_file_unfolds_to_no_more_than_it_holds() -> None:
 
     with pytest.raises(CheckpointError, match="is said to hold 5,000 bytes"):
         blocks.Blocks("x", card, len(content), read, blocks.Kept()).header()
+
+
+def test_what_was_read_is_not_kept_open(tmp_path: Path) -> None:
+    """A file that is removed while open keeps its place on the disk."""
+    name = write(tmp_path, 1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        value_in(tmp_path, name)
+        opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    finally:
+        gc.enable()
+    assert not [path for path in opened if path.startswith(str(tmp_path / name))]
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
