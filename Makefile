@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint matrix bench failures clean
+.PHONY: demo test lint matrix bench failures chaos clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -29,6 +29,9 @@ bench: .venv/.ready         ## step time, memory and wire beside torch's own (ro
 
 failures: .venv/.ready      ## every kind of failure 20 times: seconds, rank named, processes left
 	$(BIN)/python benchmarks/failures.py --times 20
+
+chaos: .venv/.ready         ## checkpoints killed, flipped, damaged, forged, on full disks; about 25 minutes (root for a mount)
+	$(BIN)/python benchmarks/checkpoint_faults.py all
 
 clean:
 	rm -rf .venv .dtorch demo.png .mypy_cache .ruff_cache

@@ -26,7 +26,7 @@ from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Kept
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.loader import Loader
-from distributedtorch.data.stream import as_plain, capture, from_plain, install
+from distributedtorch.data.stream import State, as_plain, capture, from_plain, install
 from distributedtorch.run import RUN
 from distributedtorch.sync import divided
 
@@ -273,6 +273,10 @@ class Stored:
             number = next(k for k, known in enumerate(RUN.models) if known is model)
             self.saved = saved[number : number + 1]
         self.tensors = _Lazily(reader)
+        self.step = 0
+        self.order: State | None = None
+        """Random states, where `prepare` has found them: all ranks' for the order of data, and this rank's own."""
+        self.mine: dict[str, Any] | None = None
 
     def misfit(self) -> str:
         """Why it is not of this run, or nothing."""
@@ -337,6 +341,18 @@ class Stored:
             return explain(given, "what was saved under that name", "leave it out, or load a checkpoint that has it")
         return ""
 
+    def prepare(self) -> None:
+        """Understand, before anything is changed, what has a form of its own: the step and the random states."""
+        if self.part:
+            return
+        content = self.reader.index.content
+        self.step = int(content["step"])
+        self.order = None if self.run["order"] is None else from_plain(self.run["order"])
+        mine = f"random/{here().rank}"
+        if mine in self.reader.index.tensors and here().size == content["world"]:
+            states = json.loads(bytes(self.reader.whole(mine).tolist()))
+            self.mine = {**states, "host": from_plain(states["host"])}
+
     def apply(self) -> None:
         """Take everything over. A group call where something is divided."""
         self._models()
@@ -356,7 +372,7 @@ class Stored:
         scale = here().loop.loss_scale
         if scale is not None and self.run["loss scale"] is not None:
             scale.load_state_dict(self.run["loss scale"])
-        here().loop.steps = int(self.reader.index.content["step"])
+        here().loop.steps = self.step
         self._random()
 
     def _models(self) -> None:
@@ -446,21 +462,18 @@ class Stored:
 
     def _random(self) -> None:
         """The order of data goes on; each rank's own numbers too, where it had any."""
-        if self.run["order"] is None:  # imported: it has no random states, and the run keeps its own
+        if self.order is None:  # imported, or a part: it has no random states, and the run keeps its own
             return
-        world, order = here(), from_plain(self.run["order"])
-        mine = f"random/{world.rank}"
         if RUN.stream is not None:
-            RUN.stream.state = order
-        if mine in self.reader.index.tensors and world.size == self.reader.index.content["world"]:
-            states = json.loads(bytes(self.reader.whole(mine).tolist()))
-            install(from_plain(states["host"]), full=True)
-            if "device" in states and accelerator() != "cpu":
-                device = torch.tensor(states["device"], dtype=torch.uint8, device="cpu")
-                torch.get_device_module(accelerator()).set_rng_state(device)
+            RUN.stream.state = self.order
+        if self.mine is None:
+            install(self.order, full=True)
+            own_randomness(here().rank, self.step)
             return
-        install(order, full=True)
-        own_randomness(world.rank, self.reader.index.content["step"])
+        install(self.mine["host"], full=True)
+        if "device" in self.mine and accelerator() != "cpu":
+            device = torch.tensor(self.mine["device"], dtype=torch.uint8, device="cpu")
+            torch.get_device_module(accelerator()).set_rng_state(device)
 
 
 class _Lazily(Mapping[str, Tensor]):

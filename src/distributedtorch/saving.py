@@ -29,7 +29,7 @@ from distributedtorch.checkpoint import index, meeting, place, writing
 from distributedtorch.checkpoint.index import NewerError, Reader
 from distributedtorch.checkpoint.place import FOLDER, Place
 from distributedtorch.contents import Stored, check_state, collect
-from distributedtorch.core.errors import CheckpointError, explain
+from distributedtorch.core.errors import CheckpointError, DistributedTorchError, explain
 from distributedtorch.core.step import Loop, Member
 from distributedtorch.core.world import here
 from distributedtorch.launch import record
@@ -233,9 +233,7 @@ def load(
     if found is None:
         given = f"{os.fspath(path)} holds no checkpoint"
         raise CheckpointError(explain(given, "a folder written by dt.save", "check the path"))
-    with torch.inference_mode(False):
-        found.apply()
-    _caught_up()
+    _take_over(found)
 
 
 def resume(
@@ -267,9 +265,7 @@ def resume(
     every = None if save_every is None else _period(save_every)
     found = _find(path, None, check_state(state))
     if found is not None:
-        with torch.inference_mode(False):
-            found.apply()
-        _caught_up()
+        _take_over(found)
     said = os.fspath(path)
     resumed = Resumed(
         world.loop.steps, _epoch(), None if found is None else found.reader.place.file(found.reader.folder, "")
@@ -610,6 +606,7 @@ def _attempt(
         if misfit:
             return None, {"kind": "misfit", "said": misfit}
         reader.check(here().rank, here().size)
+        stored.prepare()
     except NewerError as error:
         return None, {"kind": "misfit", "said": str(error)}
     except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -624,8 +621,18 @@ def _of_all(name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(card) for card in here().comm.bytes_of_all(name, json.dumps(mine).encode())]
 
 
-def _caught_up() -> None:
-    """After a load: what was asked for before it is about another state."""
+def _take_over(found: Stored) -> None:
+    """Put a checkpoint into the run; what was asked for before is about another state."""
+    try:
+        with torch.inference_mode(False):
+            found.apply()
+    except DistributedTorchError:
+        raise
+    except (*index._WRONG, RuntimeError) as error:
+        where = found.reader.place.file(found.reader.folder, "")
+        given = f"{where} is whole, but cannot be taken over ({type(error).__name__}: {error})"
+        do = "start again, with another checkpoint: this run's state is partly changed"
+        raise CheckpointError(explain(given, "state that dt.save has written", do)) from error
     RUN.seed = torch.initial_seed()
     if _STATE.every is not None:
         _STATE.every.began()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -217,6 +218,16 @@ def forge(root: Path, name: str, change) -> None:
         lambda c: c["tensors"]["model.0/a"].update(dtype="F64"),
         lambda c: c["tensors"]["model.0/a"].update(parts=[["model-00000.safetensors", "b", 0, 40]]),
         lambda c: c["tensors"]["model.0/a"]["parts"].append(["model-00000.safetensors", "model.0/a", 0, 40]),
+        lambda c: c["tensors"]["model.0/a"].update(shape=[0, 1 << 63], parts=[["model-00000.safetensors", "x", 0, 0]]),
+        lambda c: c["tensors"]["model.0/a"].update(shape=[40, 1], stride=[1, "1"]),
+        lambda c: c["tensors"]["model.0/a"].update(shape=[40, 1], stride=[1, 1 << 63]),
+        lambda c: c["tensors"]["model.0/a"].update(stride=[1.0]),
+        lambda c: c["tensors"]["model.0/a"].update(parts=[["model-00000.safetensors", "model.0/a", 0.0, 40]]),
+        lambda c: c["tensors"]["model.0/a"].update(parts=[["model-00000.safetensors", ["model.0/a"], 0, 40]]),
+        lambda c: c["tensors"].update(b=c["tensors"]["model.0/a"]),
+        lambda c: c["tensors"]["model.0/a"].update(  # 40 elements stored, 40,000 said
+            shape=[40_000], parts=[["model-00000.safetensors", "model.0/a", 40 * k, 40 * k + 40] for k in range(1000)]
+        ),
         lambda c: c["run"].update(a={"$tensor": "nowhere"}),
         lambda c: c.pop("tensors"),
         lambda c: c.update(format="1"),
@@ -227,6 +238,33 @@ def test_what_contradicts_itself_is_refused(change, tmp_path: Path) -> None:
     forge(tmp_path, name, change)
     with pytest.raises(CheckpointError, match="do: "):
         value_in(tmp_path, name)
+
+
+def test_a_file_unfolds_to_no_more_than_it_holds() -> None:
+    said = {f"t{k}": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]} for k in range(50)}
+    text = json.dumps(said).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(100)
+    card = blocks.Card(bytes=len(content), blocks=(blocks.hashlib.sha256(content).hexdigest(),))
+
+    def read(offset: int, out: memoryview) -> int:
+        out[:] = content[offset : offset + len(out)]
+        return len(out)
+
+    with pytest.raises(CheckpointError, match="is said to hold 5,000 bytes"):
+        blocks.Blocks("x", card, len(content), read, blocks.Kept()).header()
+
+
+def test_what_was_read_is_not_kept_open(tmp_path: Path) -> None:
+    """A file that is removed while open keeps its place on the disk."""
+    name = write(tmp_path, 1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        value_in(tmp_path, name)
+        opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    finally:
+        gc.enable()
+    assert not [path for path in opened if path.startswith(str(tmp_path / name))]
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:

@@ -153,6 +153,41 @@ def test_nothing_is_changed_by_a_refused_load(training: job.Training, tmp_path: 
     assert gap(tmp_path / "before", tmp_path / "after") == 0.0
 
 
+def forge(folder: Path, change) -> None:
+    """Change the newest checkpoint.json's content and give it a right hash."""
+    file = folder / place.of(folder).committed()[0] / "checkpoint.json"
+    content = json.loads(file.read_text())["checkpoint"]
+    change(content)
+    file.write_bytes(index.text(content))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c.update(step="x"),
+        lambda c: c["run"]["order"].update(torch="A"),
+        lambda c: c["run"]["order"].update(numpy={}),
+    ],
+)
+def test_forms_are_understood_before_anything_is_changed(change, training: job.Training, tmp_path: Path) -> None:
+    dt.save(tmp_path / "c")
+    forge(tmp_path / "c", change)
+    training.epoch()
+    training.keep(tmp_path / "before")
+    with pytest.raises(dt.CheckpointError):
+        dt.load(tmp_path / "c")
+    training.keep(tmp_path / "after")
+    assert gap(tmp_path / "before", tmp_path / "after") == 0.0
+
+
+def test_what_cannot_be_taken_over_is_said(training: job.Training, tmp_path: Path) -> None:
+    dt.save(tmp_path / "c")
+    forge(tmp_path / "c", lambda c: c["run"]["optimizers"][0]["groups"][0]["options"].update(lr={"$float": []}))
+    with pytest.raises(dt.CheckpointError, match=r"cannot be taken over \(TypeError") as refused:
+        dt.load(tmp_path / "c")
+    assert "do: " in str(refused.value)
+
+
 def test_state_that_is_not_plain_is_refused(training: job.Training, tmp_path: Path) -> None:
     training.optimizer.param_groups[0]["note"] = object()
     with pytest.raises(dt.CheckpointError, match=r"note in the state of optimizer\.0/groups/0"):

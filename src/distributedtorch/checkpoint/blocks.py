@@ -150,8 +150,8 @@ class Kept:
 
     def __init__(self) -> None:
         self.memory = memoryview(b"")
-        self.holds: tuple[Blocks, int] | None = None
-        """Whose block lies in it, and which."""
+        self.holds: tuple[str, int] | None = None
+        """Whose block lies in it, by name (a circle would keep removed files on the disk), and which."""
 
 
 class Blocks:
@@ -165,7 +165,7 @@ class Blocks:
     def block(self, number: int) -> memoryview:
         """One block's bytes, checked; valid until the next call."""
         kept, length = self._kept, min(BLOCK, self.card.bytes - number * BLOCK)
-        if kept.holds != (self, number):
+        if kept.holds != (self.name, number):
             kept.holds = None
             if len(kept.memory) < length:
                 kept.memory = memoryview(bytearray(length))
@@ -176,7 +176,7 @@ class Blocks:
             if found != self.card.blocks[number]:
                 where = f"bytes {number * BLOCK:,} to {number * BLOCK + len(wanted):,}"
                 raise damaged(f"{self.name} has changed since it was written ({where})")
-            kept.holds = self, number
+            kept.holds = self.name, number
         return kept.memory[:length]
 
     def read(self, start: int, out: memoryview) -> None:
@@ -199,7 +199,7 @@ class Blocks:
             raise damaged(f"{self.name} has a header of {length} bytes")
         text = bytearray(length)
         self.read(8, memoryview(text))
-        found = {}
+        found, total = {}, 0
         for name, said in json.loads(text).items():
             if name == "__metadata__":
                 continue
@@ -210,6 +210,9 @@ class Blocks:
             if 8 + length + stop > self.card.bytes:
                 raise damaged(f"{self.name} ends before {name!r} does")
             found[name] = dtype, shape, 8 + length + start
+            total += stop - start
+        if 8 + length + total > self.card.bytes:  # bytes that several tensors share: more than the file holds
+            raise damaged(f"{self.name} is said to hold {total:,} bytes of tensors")
         return found
 
 

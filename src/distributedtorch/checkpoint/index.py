@@ -28,6 +28,7 @@ from distributedtorch.core.errors import CheckpointError, explain
 
 FORMAT = 1
 _MOST_OPEN = 64
+_MOST = (1 << 63) - 1
 _HEAD, _HEX = b'{"sha256": "', 64
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError)
 
@@ -113,6 +114,7 @@ def check(
     """
     cards = {name: _card(name, said) for name, said in files.items()}
     entries = {key: _entry(key, said, cards) for key, said in tensors.items()}
+    _once(entries)
     missing = [key for key in _named(run) if key not in entries]
     if missing:
         raise ValueError(f"there is no tensor {missing[0]!r}")
@@ -134,21 +136,38 @@ def _card(name: str, said: dict[str, Any]) -> Card:
 
 def _entry(key: str, said: dict[str, Any], files: Mapping[str, Card]) -> Entry:
     shape = tuple(said["shape"])
-    if any(type(n) is not int or n < 0 for n in shape):
+    if not _counts(shape) or math.prod(n for n in shape if n) > _MOST:
         raise ValueError(f"shape of {key!r}")
     stride = tuple(said["stride"]) if "stride" in said else None
-    if stride is not None and not _dense(shape, stride):
+    if stride is not None and not (_counts(stride) and _dense(shape, stride)):
         raise ValueError(f"strides of {key!r}")
     parts = tuple(Part(file=file, name=name, start=start, stop=stop) for file, name, start, stop in said["parts"])
     at = 0
     for part in parts:
-        if part.file not in files or part.start != at or part.stop < part.start or type(part.stop) is not int:
+        if part.file not in files or type(part.name) is not str or not _counts((part.start, part.stop)):
+            raise ValueError(f"parts of {key!r}")
+        if part.start != at or part.stop < part.start:
             raise ValueError(f"parts of {key!r}")
         at = part.stop
     entry = Entry(shape=shape, dtype=DTYPES[said["dtype"]], stride=stride, parts=parts)
     if at != entry.numel or not parts:
         raise ValueError(f"{key!r} has {at} of {entry.numel} elements")
     return entry
+
+
+def _counts(numbers: tuple[Any, ...]) -> bool:
+    """Whether all are whole numbers that torch can count with."""
+    return all(type(n) is int and 0 <= n <= _MOST for n in numbers)
+
+
+def _once(tensors: Mapping[str, Entry]) -> None:
+    """Each stored part is used once: a checkpoint unfolds to no more than its files hold."""
+    seen: set[tuple[str, str]] = set()
+    for key, entry in tensors.items():
+        for part in entry.parts:
+            if (part.file, part.name) in seen:
+                raise ValueError(f"a part of {key!r} is used twice")
+            seen.add((part.file, part.name))
 
 
 def _dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

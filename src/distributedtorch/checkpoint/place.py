@@ -127,7 +127,9 @@ class Local(Place):
             raise CheckpointError(explain(given, "a folder for checkpoints", "give another path")) from None
 
     def lock(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        if not self.root.is_dir():
+            self.root.mkdir(parents=True, exist_ok=True)
+            _flush(self.root.parent)
         path = str(self.root / _LOCK)
         if path in _locks and _locks[path][0] == os.getpid() and os.path.exists(path):
             return
