@@ -115,7 +115,7 @@ def check(
     cards = {name: _card(name, said) for name, said in files.items()}
     entries = {key: _entry(key, said, cards) for key, said in tensors.items()}
     _once(entries)
-    missing = [key for key in _named(run) if key not in entries]
+    missing = [key for key in named(run) if key not in entries]
     if missing:
         raise ValueError(f"there is no tensor {missing[0]!r}")
     return cards, entries
@@ -179,7 +179,7 @@ def _dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _named(value: Any) -> list[str]:
+def named(value: Any) -> list[str]:
     """The tensors that a nested state refers to."""
     found, todo = [], [value]
     while todo:

@@ -9,7 +9,7 @@ from typing import Any
 from distributedtorch.checkpoint import index
 from distributedtorch.checkpoint.aligned import clip, count, say, size, table, when
 from distributedtorch.checkpoint.blocks import damaged
-from distributedtorch.checkpoint.index import _WRONG, Entry, Index
+from distributedtorch.checkpoint.index import _WRONG, Entry, Index, named
 from distributedtorch.checkpoint.place import INDEX, Place
 from distributedtorch.checkpoint.plain import unpack
 
@@ -135,7 +135,7 @@ class _Picture:
     def _user(self) -> list[str]:
         rows = []
         for name in self.run.get("user", {}):
-            mine = [entry for key, entry in self.read.tensors.items() if key.startswith(f"user/{name}/")]
+            mine = [self.read.tensors[key] for key in dict.fromkeys(named(self.run["user"][name]))]
             rows.append([str(name), f"{count(len(mine), 'tensor')}, {_bytes(mine)}"])
         return _titled("user state", table(rows, indent="  "))
 
