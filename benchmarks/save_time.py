@@ -47,7 +47,7 @@ def copy(source: Path, target: Path) -> None:
 def inside(folder: Path, rounds: int) -> None:
     """Both ranks."""
     import distributedtorch as dt
-    from distributedtorch import saving
+    from distributedtorch import behind
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def inside(folder: Path, rounds: int) -> None:
         step()
         under_way.wait()
         rows["held by dt.save(wait=False)"].append(under_way.stalled)
-        saving._settle()
+        behind.settle()
         if dt.is_main():
             for path in (theirs, copied):
                 shutil.rmtree(path)

@@ -20,7 +20,7 @@ from typing import Any
 import distributedtorch as dt
 from benchmarks.faults import states
 from benchmarks.faults.states import PLANS, Tell, World
-from distributedtorch import saving
+from distributedtorch import behind as saves
 from distributedtorch.checkpoint.place import Local
 from distributedtorch.launch import record
 
@@ -75,7 +75,7 @@ def rank(tell: Tell, path: str, plan: str, draws: tuple[list[int], int], sabotag
     if sabotage == "draft is not dropped":
         Local.drop = lambda *_: None  # type: ignore[method-assign]
     if sabotage == "failure is not told":
-        saving._tell = lambda: None
+        saves.tell = lambda: None
     said: list[str] = []
     record.say = said.append
     root, disk = Path(path), Disk(Path(path).parent)

@@ -15,7 +15,7 @@ from typing import Any
 import distributedtorch as dt
 from benchmarks.faults import states
 from benchmarks.faults.states import PLANS, Tell, World
-from distributedtorch import saving
+from distributedtorch import behind
 
 WAYS = ("wait", "behind", "save_every")
 _TRIALS_A_FOLDER = 25
@@ -37,7 +37,7 @@ def saver(tell: Tell, path: str, plan: str, way: str, sabotage: bool) -> None:
     if dt.is_main():
         tell("from", training.counted.value)
     while True:
-        former, value = saving._STATE.last, training.counted.value
+        former, value = behind.STATE.last, training.counted.value
         if dt.is_main():
             tell("begun", value + 1)
         training.step()

@@ -1,4 +1,4 @@
-"""What a checkpoint of this run holds: taken from the run, and put back into it, under any plan.
+"""What a checkpoint of this run holds, taken from the run under any plan; `stored.py` puts it back.
 
 Every rank gives the pieces it keeps: its part of divided parameters and optimizer state, and its share of what all
 ranks have in common. Put back, every rank reads the ranges it keeps and nothing else.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,19 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from distributedtorch.attach import made, own_randomness
-from distributedtorch.checkpoint.index import Entry, Reader
-from distributedtorch.checkpoint.plain import Packer, unpack
+from distributedtorch.attach import made
+from distributedtorch.checkpoint.plain import Packer
 from distributedtorch.checkpoint.writing import Content, Piece
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Kept
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.loader import Loader
-from distributedtorch.data.stream import State, as_plain, capture, from_plain, install
+from distributedtorch.data.stream import as_plain, capture
 from distributedtorch.run import RUN
 from distributedtorch.sync import divided
-
-_SHOWN = 5
 
 
 def keys_of(models: list[nn.Module]) -> dict[int, str]:
@@ -86,7 +82,7 @@ class _Collector:
         values = {name: named.get(name, value) for name, value in state.items()}
         packed = self._packed(f"model.{number}", values, "model")
         return {
-            "kind": _kind(model),
+            "kind": kind_of(model),
             "state": packed,
             "metadata": self._packed(f"model.{number}/metadata", dict(metadata)),
         }
@@ -102,7 +98,7 @@ class _Collector:
                     key=key,
                     file="model",
                     shape=tuple(slot.shape),
-                    stride=_not_row_major(tuple(slot.shape), tuple(slot.stride)),
+                    stride=not_row_major(tuple(slot.shape), tuple(slot.stride)),
                     low=low,
                     high=high,
                     tensor=values,
@@ -119,8 +115,8 @@ class _Collector:
         return packed
 
     def _optimizer(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
-        said: dict[str, Any] = {"kind": _kind(optimizer), "state": {}}
-        if _own_way(optimizer):
+        said: dict[str, Any] = {"kind": kind_of(optimizer), "state": {}}
+        if own_way(optimizer):
             return {**said, "whole": self._packed(f"optimizer.{number}", optimizer.state_dict())}
         said["groups"] = []
         for group in optimizer.param_groups:
@@ -144,7 +140,7 @@ class _Collector:
         for name, value in values.items():
             key = f"{prefix}/{name}"
             if kept is not None and kept.shape is not None and _has_shape(value, kept.shape):
-                stride = _not_row_major(tuple(param.shape), kept.stride)
+                stride = not_row_major(tuple(param.shape), kept.stride)
                 flat = value.detach().reshape(-1)
                 piece = Piece(
                     key=key,
@@ -173,13 +169,13 @@ class _Collector:
     def _rest(self, state: Mapping[str, Any]) -> None:
         run, world = self.content.run, here()
         run["schedulers"] = [
-            {"kind": _kind(one), "state": self._packed(f"scheduler.{number}", one.state_dict())}
-            for number, one in enumerate(_schedulers())
+            {"kind": kind_of(one), "state": self._packed(f"scheduler.{number}", one.state_dict())}
+            for number, one in enumerate(schedulers())
         ]
         run["user"] = {
             name: self._packed(f"user.{number}", state[name].state_dict()) for number, name in enumerate(sorted(state))
         }
-        run["loaders"] = [{**loader.place.state_dict(), "batch": _batches(loader)} for loader in RUN.loaders]
+        run["loaders"] = [{**loader.place.state_dict(), "batch": batches_of(loader)} for loader in RUN.loaders]
         run["fed"] = RUN.fed
         scale = world.loop.loss_scale
         run["loss scale"] = None if scale is None else scale.state_dict()
@@ -188,7 +184,7 @@ class _Collector:
         self.content.pieces.append(_whole(f"random/{world.rank}", mine, "state"))
 
 
-def _batches(loader: Loader) -> list[int | None]:
+def batches_of(loader: Loader) -> list[int | None]:
     """What an epoch of a loader is made of: rows of a batch, number of batches; None where it does not say."""
     try:
         return [loader.batch_global, len(loader)]
@@ -196,7 +192,7 @@ def _batches(loader: Loader) -> list[int | None]:
         return [loader.batch_global, None]
 
 
-def _schedulers() -> list[LRScheduler]:
+def schedulers() -> list[LRScheduler]:
     """Those that were given, and those that `dt.schedule` has made for an optimizer of the run."""
     more = [one for one in made() if any(one.optimizer is o for o in RUN.optimizers)]
     return [*RUN.schedulers, *(one for one in more if all(one is not given for given in RUN.schedulers))]
@@ -225,7 +221,7 @@ def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == shape
 
 
-def _not_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+def not_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
     return None if torch.empty(shape, device="meta").as_strided(shape, stride).is_contiguous() else stride
 
 
@@ -247,292 +243,14 @@ def _share(common: list[Piece], mine: int, shares: int) -> Iterator[Piece]:
             yield replace(piece, low=bounds[0], high=bounds[1], tensor=flat)
 
 
-def _own_way(optimizer: Optimizer) -> bool:
+def own_way(optimizer: Optimizer) -> bool:
     """Whether an optimizer's state is more than torch's frame says: then it is kept as its `state_dict` gives it."""
     kind = type(optimizer)
     return kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict
 
 
-def _kind(thing: object) -> str:
+def kind_of(thing: object) -> str:
     return type(thing).__name__
-
-
-# Put back into the run.
-
-
-class Stored:
-    """A checkpoint beside the run that it is to go into."""
-
-    def __init__(self, reader: Reader, model: nn.Module | None, state: Mapping[str, Any]) -> None:
-        self.reader, self.part, self.user = reader, model is not None, state
-        self.run = reader.index.content["run"]
-        self.models = RUN.models if model is None else [model]
-        saved: list[dict[str, Any]] = self.run["models"]
-        self.saved = saved
-        if model is not None and len(saved) > 1:
-            number = next(k for k, known in enumerate(RUN.models) if known is model)
-            self.saved = saved[number : number + 1]
-        self.tensors = _Lazily(reader)
-        self.step = 0
-        self.order: State | None = None
-        """Random states, where `prepare` has found them: all ranks' for the order of data, and this rank's own."""
-        self.mine: dict[str, Any] | None = None
-
-    def misfit(self) -> str:
-        """Why it is not of this run, or nothing."""
-        if len(self.models) != len(self.saved):
-            given = f"the checkpoint holds {len(self.saved)} models, {len(self.models)} are to be loaded"
-            do = "distribute the same models in the same order, or dt.load(path, model=...)"
-            return explain(given, "as many", do)
-        for number, (model, saved) in enumerate(zip(self.models, self.saved, strict=True)):
-            lines = difference(self._looks_here(model), self._looks_saved(saved["state"]))
-            if lines:
-                given = f"model {number} ({_kind(model)}) is not the one that was saved ({saved['kind']}):\n"
-                needed, do = "the same parameters and buffers", "build the model as it was when saved"
-                return explain(given + "\n".join(lines), needed, do)
-        return "" if self.part else self._other_misfit()
-
-    def _looks_here(self, model: nn.Module) -> dict[str, str]:
-        return {name: _looks(value) for name, value in model.state_dict(keep_vars=True).items()}
-
-    def _looks_saved(self, state: dict[str, Any]) -> dict[str, str]:
-        entries = self.reader.index.tensors
-        return {
-            name: _looks(entries[value["$tensor"]]) if isinstance(value, dict) and "$tensor" in value else _looks(value)
-            for name, value in state.items()
-        }
-
-    def _other_misfit(self) -> str:
-        keys = keys_of(RUN.models)
-        shapes = {
-            "optimizers": (
-                [
-                    _groups(kind, [g["params"] for g in o.get("groups", [])])
-                    for kind, o in _kinds(self.run["optimizers"], RUN.optimizers)
-                ],
-                [
-                    _groups(
-                        _kind(o), [] if _own_way(o) else [[keys[id(p)] for p in g["params"]] for g in o.param_groups]
-                    )
-                    for o in RUN.optimizers
-                ],
-            ),
-            "schedulers": (
-                [kind for kind, _ in _kinds(self.run["schedulers"], _schedulers())],
-                [_kind(s) for s in _schedulers()],
-            ),
-            "loaders": (["a loader"] * len(self.run["loaders"]), ["a loader"] * len(RUN.loaders)),
-        }
-        for word, (saved, have) in shapes.items():
-            if saved and have and saved != have:
-                given = f"the checkpoint's {word} are: {', '.join(saved)}"
-                return explain(given, f"as here: {', '.join(have)}", f"distribute the same {word}")
-        for loader, stored in zip(RUN.loaders, self.run["loaders"], strict=False):
-            if "began" in stored and stored.get("batch", _batches(loader)) != _batches(loader):
-                rows, count = stored["batch"]
-                given = f"the checkpoint lies in the middle of an epoch of {count} batches of {rows} rows"
-                here_ = f"as here: {_batches(loader)[1]} of {_batches(loader)[0]}"
-                return explain(
-                    given, here_, "use the same data and batch size, or a checkpoint from the end of an epoch"
-                )
-        missing = [name for name in self.user if name not in self.run["user"]]
-        if missing:
-            given = f"state= names {missing[0]!r}, and the checkpoint has {sorted(self.run['user']) or 'none'}"
-            return explain(given, "what was saved under that name", "leave it out, or load a checkpoint that has it")
-        return ""
-
-    def prepare(self) -> None:
-        """Understand, before anything is changed, what has a form of its own: the step and the random states."""
-        if self.part:
-            return
-        content = self.reader.index.content
-        self.step = int(content["step"])
-        self.order = None if self.run["order"] is None else from_plain(self.run["order"])
-        mine = f"random/{here().rank}"
-        if mine in self.reader.index.tensors and here().size == content["world"]:
-            states = json.loads(bytes(self.reader.whole(mine).tolist()))
-            self.mine = {**states, "host": from_plain(states["host"])}
-
-    def apply(self) -> None:
-        """Take everything over. A group call where something is divided."""
-        self._models()
-        if self.part:
-            return
-        for number, optimizer in enumerate(RUN.optimizers):
-            if number < len(self.run["optimizers"]):
-                self._optimizer(optimizer, self.run["optimizers"][number])
-        for scheduler, saved in zip(_schedulers(), self.run["schedulers"], strict=False):
-            scheduler.load_state_dict(unpack(saved["state"], self.tensors))
-        for name, one in self.user.items():
-            one.load_state_dict(unpack(self.run["user"][name], self.tensors))
-        for loader, saved in zip(RUN.loaders, self.run["loaders"], strict=False):
-            loader.place.load_state_dict(saved)
-        RUN.fed = min(int(self.run.get("fed", 0)), max(len(RUN.loaders) - 1, 0))
-        RUN.unclaimed = self.run["loaders"][len(RUN.loaders) :]
-        scale = here().loop.loss_scale
-        if scale is not None and self.run["loss scale"] is not None:
-            scale.load_state_dict(self.run["loss scale"])
-        here().loop.steps = self.step
-        self._random()
-
-    def _models(self) -> None:
-        kept = divided.kept() if divided.ALL else {}
-        params: dict[str, nn.Parameter] = {}
-        for model, saved in zip(self.models, self.saved, strict=True):
-            named = dict(model.named_parameters(remove_duplicate=False))
-            filled = named.keys() & saved["state"].keys()
-            # Where hooks on state_dict give parameters other names, only the model itself can take them back.
-            filled = filled if len(filled) == len(named) else set()
-            params |= {saved["state"][name]["$tensor"]: named[name] for name in filled}
-            rest = OrderedDict((name, value) for name, value in saved["state"].items() if name not in filled)
-            given = OrderedDict(unpack(dict(rest), self.tensors))
-            given._metadata = unpack(saved.get("metadata", {}), self.tensors)  # type: ignore[attr-defined]
-            result = model.load_state_dict(given, strict=False)
-            left = [name for name in result.missing_keys if name not in filled] + list(result.unexpected_keys)
-            if left:
-                said = (
-                    f"{left[0]!r} of model {_kind(model)} finds no place (a hook on state_dict without one on loading?)"
-                )
-                raise CheckpointError(explain(said, "a state_dict that load_state_dict takes back", "mend the hooks"))
-        if kept:
-            divided.fence()
-        for key in sorted(params, key=self.reader.where):
-            param = params[key]
-            if id(param) in kept:
-                slot, low, high, values = kept[id(param)]
-                if low < high:
-                    self._fill(key, tuple(slot.stride), low, values)
-            else:
-                with torch.no_grad():
-                    flat = param.detach().view(-1) if param.is_contiguous() else None
-                    if flat is not None:
-                        self._fill(key, tuple(param.stride()), 0, flat)
-                    else:
-                        param.copy_(self.reader.whole(key))
-        if kept:
-            divided.refilled()
-        else:
-            torch.autograd.graph.increment_version(list(params.values()))
-
-    def _fill(self, key: str, stride: tuple[int, ...], low: int, values: Tensor) -> None:
-        entry = self.reader.index.tensors[key]
-        if values.device.type == "cpu" and entry.stride is None and _not_row_major(entry.shape, stride) is None:
-            self.reader.read_into(key, low, values)
-        else:
-            values.copy_(self.reader.ordered(key, stride, low, low + values.numel()))
-
-    def _optimizer(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        if "whole" in saved:
-            optimizer.load_state_dict(unpack(saved["whole"], self.tensors))
-            return
-        kept = kept_of(optimizer)
-        keys = keys_of(RUN.models)
-        state: dict[Any, dict[str, Any]] = {}
-        wanted = []
-        for group, given in zip(optimizer.param_groups, saved["groups"], strict=True):
-            options = unpack(given["options"], self.tensors)
-            group.update(options)
-            for param in group["params"]:
-                values = saved["state"].get(keys[id(param)], {})
-                mine = kept.get(id(param))
-                if values and (mine is None or mine.low < mine.high):
-                    state[param] = dict.fromkeys(values)
-                    wanted += [(param, group, mine, name, value) for name, value in values.items()]
-        for param, group, mine, name, value in sorted(wanted, key=self._order):
-            state[param][name] = self._value(param, group, mine, name, value)
-        state |= unpack(saved.get("other", {}), self.tensors)
-        optimizer.__setstate__({"state": _Default(optimizer, state), "param_groups": optimizer.param_groups})
-
-    def _order(self, wanted: tuple[Any, ...]) -> tuple[str, int]:
-        value = wanted[-1]
-        return self.reader.where(value["$tensor"]) if isinstance(value, dict) and "$tensor" in value else ("", 0)
-
-    def _value(self, param: Tensor, group: dict[str, Any], kept: Kept | None, name: str, value: Any) -> Any:
-        if not (isinstance(value, dict) and "$tensor" in value):
-            return unpack(value, self.tensors)
-        key = value["$tensor"]
-        entry = self.reader.index.tensors[key]
-        divided_ = entry.shape == tuple(param.shape) and (entry.shape or name != "step")
-        if kept is not None and kept.shape is not None and divided_:
-            found = self.reader.ordered(key, kept.stride, kept.low, kept.high).view(kept.shape)
-        else:
-            found = self.reader.whole(key)
-        stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as torch's own loading has it
-        return found if stays else found.to(param.device)
-
-    def _random(self) -> None:
-        """The order of data goes on; each rank's own numbers too, where it had any."""
-        if self.order is None:  # imported, or a part: it has no random states, and the run keeps its own
-            return
-        if RUN.stream is not None:
-            RUN.stream.state = self.order
-        if self.mine is None:
-            install(self.order, full=True)
-            own_randomness(here().rank, self.step)
-            return
-        install(self.mine["host"], full=True)
-        if "device" in self.mine and accelerator() != "cpu":
-            device = torch.tensor(self.mine["device"], dtype=torch.uint8, device="cpu")
-            torch.get_device_module(accelerator()).set_rng_state(device)
-
-
-class _Lazily(Mapping[str, Tensor]):
-    """A checkpoint's tensors, each read when it is asked for."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.reader.whole(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.reader.index.tensors)
-
-    def __len__(self) -> int:
-        return len(self.reader.index.tensors)
-
-
-def _Default(optimizer: Optimizer, state: dict[Any, dict[str, Any]]) -> Any:
-    """A state of the kind that the optimizer has."""
-    kind: Callable[..., Any] = type(optimizer.state)
-    made = kind(dict) if hasattr(optimizer.state, "default_factory") else kind()
-    made.update(state)
-    return made
-
-
-def _kinds(saved: list[dict[str, Any]], have: Sequence[object]) -> list[tuple[str, dict[str, Any]]]:
-    """What was saved with its kind; an imported one does not say it, and takes that of its counterpart here."""
-    kinds = [_kind(one) for one in have] + ["an imported one"] * len(saved)
-    return [(one["kind"] or kind, one) for one, kind in zip(saved, kinds, strict=False)]
-
-
-def _groups(kind: str, names: list[list[str]]) -> str:
-    said = " + ".join(f"{len(group)} ({group[0]} ...)" if group else "0" for group in names)
-    return f"{kind} over {said} parameters" if names else kind
-
-
-def difference(have: dict[str, str], saved: dict[str, str]) -> list[str]:
-    """How two states differ, in a few lines."""
-    found = {
-        "missing in the checkpoint": [name for name in have if name not in saved],
-        "not in the model": [name for name in saved if name not in have],
-        "of another shape or type": [
-            f"{name} (saved {saved[name]}, here {have[name]})"
-            for name in have
-            if name in saved and saved[name] != have[name]
-        ],
-    }
-    return [
-        f"    {what}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
-        for what, names in found.items()
-        if names
-    ]
-
-
-def _looks(value: Any) -> str:
-    if not isinstance(value, Tensor | Entry):
-        return "something else than a tensor"
-    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
 def check_state(state: Mapping[str, Any] | None) -> dict[str, Any]:

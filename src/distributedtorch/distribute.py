@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distributedtorch import attach, filling, guard, inspect, precision, recipes, report, saving
+from distributedtorch import attach, behind, filling, guard, inspect, precision, recipes, report
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.blocks import check_named
 from distributedtorch.core.errors import LaunchError, explain
@@ -124,7 +124,7 @@ def release() -> None:
     """
     world = here()
     world.loop.settle()
-    saving.carry_out_put_off()
+    behind.carry_out_put_off()
     while world.undo:
         world.undo.pop()()
     world.loop.close()
@@ -159,9 +159,9 @@ def _remember(plan: Plan, given: inspect.Given) -> None:
 
 def _attach_plain(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World) -> Any:
     """One process: nothing is changed; steps and batches are counted, so that it can be saved and resumed."""
-    saving.stand(world.loop)
+    behind.stand(world.loop)
     for optimizer in given.optimizers:
-        before = optimizer.register_step_pre_hook(lambda *_: saving.hold_back())
+        before = optimizer.register_step_pre_hook(lambda *_: behind.hold_back())
         after = optimizer.register_step_post_hook(lambda *_: world.loop.stepped(()))
         world.undo += [before.remove, after.remove]
     loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
@@ -174,7 +174,7 @@ def _attach(
 ) -> tuple[Any, list[Loader]]:
     loop, comm = world.loop, world.comm
     loop.batches.models += given.models
-    saving.stand(loop)
+    behind.stand(loop)
     many = world.size > 1
     seeded = _follow_seed(world) if many else False
     loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
@@ -275,7 +275,7 @@ def _note_seeds() -> Callable[[], None]:
 
 def _divided(loader: Any, plan: Plan, world: World) -> Loader:
     def on_batch(share: Share, batch: Any) -> None:
-        saving.feeds(next((k for k, known in enumerate(RUN.loaders) if known is divided), 0))
+        behind.feeds(next((k for k, known in enumerate(RUN.loaders) if known is divided), 0))
         if world.size == 1 and not world.loop.members:  # nothing is weighed or exchanged
             return
         total = _length(divided)
@@ -290,8 +290,8 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
         world=world.size,
         stream=RUN.stream,
         on_batch=on_batch,
-        before_batch=saving.come_round,
-        at_end=saving.ends,
+        before_batch=behind.come_round,
+        at_end=behind.ends,
         batch=plan.batch,
         reverse=verify_record.reversed_rows(),
     )

@@ -8,36 +8,29 @@ first and writes behind training: what the files hold is the moment of the call.
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
-from distributedtorch import attach
-from distributedtorch.checkpoint import index, meeting, place, writing
+from distributedtorch import behind
+from distributedtorch.checkpoint import index, meeting, place
 from distributedtorch.checkpoint.index import NewerError, Reader
 from distributedtorch.checkpoint.place import FOLDER, Place
-from distributedtorch.contents import Stored, check_state, collect
+from distributedtorch.contents import check_state
 from distributedtorch.core.errors import CheckpointError, DistributedTorchError, explain
-from distributedtorch.core.step import Loop, Member
 from distributedtorch.core.world import here
 from distributedtorch.launch import record
-from distributedtorch.launch.join import client
 from distributedtorch.launch.start import join_world
 from distributedtorch.run import RUN
+from distributedtorch.stored import Stored
 
-_SECONDS_TO_END = 2.0
 _UNITS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
@@ -52,120 +45,6 @@ class Resumed(NamedTuple):
     """The checkpoint; None where there was none."""
 
 
-class Saving:
-    """A save, under way or done."""
-
-    def __init__(self, path: str, *, promised: bool = False) -> None:
-        self.path = path
-        """Where it lies, when it is done."""
-        self.promised = promised
-        """Whether it has not begun: all ranks carry it out after their next step."""
-        self.stalled = 0.0
-        """Seconds that the training thread was held by it."""
-        self.copied = threading.Event()
-        self.told = False
-        self._done = threading.Event()
-        self._fault = ""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Return when it is committed.
-
-        Raises:
-            CheckpointError: It could not be written. The same on all ranks; earlier checkpoints are as they were.
-        """
-        if self.promised:
-            given = "wait() for a save that only some ranks asked for"
-            do = "call dt.save on all ranks, or wait() after the next optimizer step"
-            raise CheckpointError(explain(given, "a save that has begun", do))
-        self._done.wait()
-        if self._fault:
-            self.told = True
-            raise CheckpointError(self._fault)
-
-    def copy(self, content: writing.Content | str, into: dict[str, Tensor]) -> writing.Content | str:
-        """Make the content independent of the run, in memory of an earlier copy; what is given changes meanwhile."""
-        try:
-            if isinstance(content, writing.Content):
-                steady = [piece for piece in content.pieces if piece.steady]
-                before = [(piece.tensor, piece.tensor._version) for piece in steady]
-                _copy(steady, into)
-                for piece, (tensor, version) in zip(steady, before, strict=True):
-                    if tensor._version != version:
-                        return _changed(piece.key)
-            return content
-        except BaseException as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            self.copied.set()
-
-    def run(
-        self, asked: Mapping[str, Any], content: writing.Content | str, meet: Callable[[], writing.Channel]
-    ) -> None:
-        """Carry it out in the present thread."""
-        try:
-            channel = meet()
-            there = place.of(asked["path"])
-            name = writing.carry_out(there, content, channel, keep=asked["keep"], private=asked["private"])
-            self.path = there.file(name, "")
-        except BaseException as error:
-            self._fault = str(error) or repr(error)
-        self._done.set()
-
-
-@dataclass
-class _State:
-    """What saving keeps in this process."""
-
-    last: Saving | None = None
-    """The latest save; at most one is under way."""
-    promised: dict[str, Saving] = field(default_factory=dict)
-    """Saves that are to be carried out later, by path."""
-    count: int = 0
-    user: dict[tuple[str, bool], dict[str, Any]] = field(default_factory=dict)
-    """The user's own objects, by the path they are saved to, and whether that is done by `save_every`."""
-    every: _Every | None = None
-    due: bool = False
-    fed: bool = False
-    """Whether batches to train on come from a loader that was given."""
-    armed: list[RemovableHandle] = field(default_factory=list)
-    """Where they do not: hooks on the next forward."""
-    stepped: bool = False
-    """Whether an optimizer has stepped since the last batch was handed out."""
-    looked: bool = False
-    """Whether it was looked for objects that belong into a checkpoint and are not known."""
-    copies: dict[str, Tensor] = field(default_factory=dict)
-    """Memory of the last copy that was written behind training: used again."""
-
-
-@dataclass
-class _Every:
-    """`save_every`."""
-
-    request: str
-    steps: int | None
-    seconds: float | None
-    last_step: int
-    last_time: float
-
-    def is_due(self) -> bool:
-        """Whether it is time, at this step; for seconds only rank 0's clock counts."""
-        if self.steps is not None:
-            return here().loop.steps - self.last_step >= self.steps
-        return time.monotonic() - self.last_time >= (self.seconds or 0.0)
-
-    def began(self) -> None:
-        """One begins now."""
-        self.last_step, self.last_time = here().loop.steps, time.monotonic()
-
-
-_STATE = _State()
-
-
 def save(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
@@ -174,7 +53,7 @@ def save(
     wait: bool = True,
     keep: int = 2,
     private: bool = True,
-) -> Saving:
+) -> behind.Saving:
     """Write the state of everything distributed as the newest checkpoint in the folder `path`.
 
     Called on all ranks it returns when the checkpoint is committed. Called on some ranks only, it says so and returns,
@@ -202,12 +81,12 @@ def save(
         raise CheckpointError(explain(f"keep={keep}", "1 or more", "keep=1 keeps the newest"))
     request = _request(path, model, state, wait=wait, keep=keep, private=private)
     if world.size == 1:
-        return _finish(_begin(request, [0]), request)
-    if meeting.of(world.loop, _together).ask(request):
-        assert _STATE.last is not None
-        return _STATE.last
+        return behind.finish(behind.begin(request, [0]), request)
+    if meeting.of(world.loop, behind.together).ask(request):
+        assert behind.STATE.last is not None
+        return behind.STATE.last
     where = json.loads(request)["path"]
-    return _STATE.promised.setdefault(where, Saving(where, promised=True))
+    return behind.STATE.promised.setdefault(where, behind.Saving(where, promised=True))
 
 
 def load(
@@ -275,9 +154,9 @@ def resume(
     if every is not None:
         request = _request(path, None, state, wait=False, keep=keep, private=private, every=True)
         steps, seconds = every
-        atexit.unregister(_drop_timed)
-        atexit.register(_drop_timed)
-        _STATE.every = _Every(request, steps, seconds, world.loop.steps, time.monotonic())
+        atexit.unregister(behind.drop_timed)
+        atexit.register(behind.drop_timed)
+        behind.STATE.every = behind.Every(request, steps, seconds, world.loop.steps, time.monotonic())
     return resumed
 
 
@@ -310,112 +189,6 @@ def _period(given: int | str | timedelta) -> tuple[int | None, float | None]:
     raise CheckpointError(explain(f"save_every={given!r}", "a number of steps, or a time (s, min, h)", do))
 
 
-# When.
-
-
-def stand(loop: Loop) -> None:
-    """Be asked before and after every step."""
-    if carry_out_after_step not in loop.after_step:
-        loop.after_step.append(carry_out_after_step)
-        loop.before_update.append(hold_back)
-        loop.after_backward.append(hold_back)
-    if loop.comm.world > 1:
-        meeting.of(loop, _together)  # from now on, the ranks also meet at exit
-
-
-def hold_back() -> None:
-    """Before a step changes anything: wait until what is saved behind training has been copied."""
-    last = _STATE.last
-    if last is not None and not last.copied.is_set():
-        began = time.monotonic()
-        last.copied.wait()
-        last.stalled += time.monotonic() - began
-
-
-def carry_out_after_step(_: Sequence[Member]) -> None:
-    """Every rank, after every step: see what is to be saved; it is, when the loop has come round."""
-    _tell()
-    loop, every = here().loop, _STATE.every
-    if every is not None and not _STATE.due and (here().rank == 0 or every.steps is not None) and every.is_due():
-        if every.steps is not None or loop.comm.world == 1:
-            _STATE.due = True
-        elif every.request not in loop.requests:
-            loop.requests.append(every.request)
-            meeting.of(loop, _together).put_off()
-    _STATE.stepped = True
-    if not _STATE.fed and not _STATE.armed and (_STATE.due or loop.requested):
-        _STATE.armed = [m.register_forward_pre_hook(lambda *_: come_round()) for m in RUN.models]
-
-
-def come_round() -> None:
-    """The next batch is asked for, or a model runs: all that the loop does after the last step is done."""
-    if not _STATE.stepped or not torch.is_grad_enabled():  # an evaluation in between
-        return
-    _STATE.stepped = False
-    while _STATE.armed:
-        _STATE.armed.pop().remove()
-    loop = here().loop
-    if loop.comm.world > 1 and loop.requested:
-        meeting.of(loop, _together).catch_up()
-    if _STATE.due and _STATE.every is not None:
-        _STATE.due = False
-        _begin(_STATE.every.request, list(range(loop.comm.world)))
-
-
-def feeds(number: int) -> None:
-    """A batch of this loader is handed out to be trained on."""
-    if torch.is_grad_enabled():
-        _STATE.fed, RUN.fed = True, number
-
-
-def ends() -> None:
-    """A loader has come to the end of its epoch: what is trained on next may come from elsewhere."""
-    _STATE.fed = False
-
-
-def carry_out_put_off() -> None:
-    """Carry out now the saves that only some ranks asked for, and end those under way. A group call."""
-    if here().size > 1 and RUN.models:
-        meeting.of(here().loop, _together).catch_up()
-    _settle()
-    last, count = _STATE.last, _STATE.count
-    _STATE.__init__(last=last, count=count)  # type: ignore[misc]
-
-
-def _tell() -> None:
-    """Say that a save behind training has failed: once, on rank 0."""
-    last = _STATE.last
-    if last is not None and last.done and last._fault and not last.told:
-        last.told = True
-        if here().rank == 0:
-            record.say(f"a save behind training has failed, training goes on: {last._fault}")
-
-
-def _settle() -> None:
-    """At most one save is under way: wait for it."""
-    if _STATE.last is not None:
-        _STATE.last._done.wait()
-        _tell()
-
-
-def _at_exit() -> None:
-    if record.failed():
-        if _STATE.last is not None:  # Python ends badly under a thread that is inside the store
-            _STATE.last._done.wait(_SECONDS_TO_END)
-        return
-    _settle()
-
-
-def _drop_timed() -> None:
-    """At exit: a save that was only due by the clock is not asked for any more."""
-    requests, every = here().loop.requests, _STATE.every
-    if every is not None and every.request in requests:
-        requests.remove(every.request)
-
-
-# How.
-
-
 def _refuse_nothing() -> None:
     if not RUN.models:
         given = "dt.save or dt.load before dt.distribute"
@@ -434,103 +207,8 @@ def _request(path: str | os.PathLike[str], model: nn.Module | None, state: Mappi
     said = os.fspath(path)
     where = said if "://" in said else os.path.realpath(said)
     part = {} if model is None else {"model": _number(model)}
-    _STATE.user[where, how.get("every", False)] = check_state(state)
+    behind.STATE.user[where, how.get("every", False)] = check_state(state)
     return json.dumps({"path": where, **part, **how})
-
-
-def _together(request: str) -> None:
-    """All ranks write: a group call."""
-    _finish(_begin(request, list(range(here().size))), request)
-
-
-def _finish(saving: Saving, request: str) -> Saving:
-    if json.loads(request)["wait"]:
-        saving.wait()
-    return saving
-
-
-def _begin(request: str, writers: list[int]) -> Saving:
-    """Take the state now, and write it: here, or behind training."""
-    _settle()
-    asked, world = json.loads(request), here()
-    saving = _STATE.last = _STATE.promised.pop(asked["path"], Saving(asked["path"]))
-    saving.promised = False
-    if _STATE.every is not None and request == _STATE.every.request:
-        _STATE.every.began()
-    many = len(writers) > 1
-    _STATE.count += many
-    name = f"checkpoint/{_STATE.count}"
-    began = time.monotonic()
-    with world.comm.held("save", f"save to {asked['path']}"), torch.inference_mode(False):
-        content = _content(asked, writers)
-        if asked["wait"]:
-            store = (lambda: meeting.of(world.loop, _together).store) if many else None
-            saving.copied.set()
-            saving.run(asked, content, lambda: writing.Channel(world.rank, writers, store, name))
-            saving.stalled = time.monotonic() - began
-            return saving
-        if isinstance(content, writing.Content):
-            # Where the library chose the moment, nothing but a step changes the rest; one process is not watched.
-            later = asked.get("every", False) and bool(world.loop.members)
-            _copy([piece for piece in content.pieces if not (piece.steady and later)], {} if later else _STATE.copies)
-            for piece in content.pieces:
-                piece.steady = piece.steady and later
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)
-
-    def behind() -> None:
-        copied = saving.copy(content, _STATE.copies)
-        store = (lambda: client(10)) if many else None
-        saving.run(asked, copied, lambda: writing.Channel(world.rank, writers, store, name))
-
-    threading.Thread(target=behind, name="distributedtorch-save", daemon=True).start()
-    saving.stalled = time.monotonic() - began
-    return saving
-
-
-def _content(asked: dict[str, Any], writers: list[int]) -> writing.Content | str:
-    """What this rank writes, or why it cannot."""
-    try:
-        mine = _STATE.user.get((asked["path"], asked.get("every", False)), {})
-        if here().rank == writers[0] and "model" not in asked:
-            _look_round(mine)
-        return collect(asked.get("model"), mine, writers=writers)
-    except Exception as error:
-        return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _look_round(state: Mapping[str, Any]) -> None:
-    """Say once what will be missing after a resume: schedulers and loss scales that nobody gave, an open window."""
-    if any(member.touched_since_step for member in here().loop.members):
-        record.say("saved between a backward and its optimizer step: the gradients so far are not in the checkpoint")
-    if _STATE.looked:
-        return
-    _STATE.looked = True
-    known = [*RUN.schedulers, *attach.made(), *state.values()]
-    for one in known:  # schedulers made of others
-        known += getattr(one, "_schedulers", [])
-    for one in gc.get_objects():
-        kind = type(one)  # not isinstance: asking an object for its class may run code of its own
-        ours = issubclass(kind, LRScheduler) and any(getattr(one, "optimizer", None) is o for o in RUN.optimizers)
-        scales = issubclass(kind, torch.amp.GradScaler) and one.is_enabled()
-        if (ours or scales) and not any(one is other for other in known):
-            do = f'give it to dt.distribute, or as state={{"{kind.__name__.lower()}": ...}}'
-            record.say(f"a {kind.__name__} of this script is not in the checkpoint: {do}")
-
-
-def _copy(pieces: Sequence[writing.Piece], into: dict[str, Tensor]) -> None:
-    """Give each piece memory of its own; what lies in `into` is used again, and kept for the next time."""
-    for piece in pieces:
-        there = into.get(piece.name)
-        if there is None or there.shape != piece.tensor.shape or there.dtype != piece.tensor.dtype:
-            there = into[piece.name] = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device="cpu")
-        piece.tensor = there.copy_(piece.tensor)
-
-
-def _changed(key: str) -> str:
-    given = f"{key!r} was changed while it was being copied to be saved behind training"
-    do = "change parameters between the optimizer's step and the next batch, or save with wait=True"
-    return explain(given, "nothing but optimizer.step() to change it meanwhile", do)
 
 
 # Finding what to load.
@@ -543,7 +221,7 @@ def _find(path: str | os.PathLike[str], model: nn.Module | None, state: dict[str
         CheckpointError: None is whole, or the newest whole one is not of this run.
     """
     world = here()
-    _settle()
+    behind.settle()
     said = os.fspath(path)
     cards = _of_all("load", {"path": said, **(_candidates(said) if world.rank == 0 else {})})
     for rank, other in enumerate(cards):
@@ -634,5 +312,5 @@ def _take_over(found: Stored) -> None:
         do = "start again, with another checkpoint: this run's state is partly changed"
         raise CheckpointError(explain(given, "state that dt.save has written", do)) from error
     RUN.seed = torch.initial_seed()
-    if _STATE.every is not None:
-        _STATE.every.began()
+    if behind.STATE.every is not None:
+        behind.STATE.every.began()

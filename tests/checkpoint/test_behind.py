@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import distributedtorch as dt
-from distributedtorch import saving
+from distributedtorch import behind
 from distributedtorch.checkpoint import place
 from distributedtorch.distribute import release
 from tests.checkpoint import job
@@ -38,8 +38,8 @@ class Slow:
     """Holds the copying of steady tensors until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.real = threading.Event(), saving._copy
-        monkeypatch.setattr(saving, "_copy", self)
+        self.go, self.real = threading.Event(), behind._copy
+        monkeypatch.setattr(behind, "_copy", self)
 
     def __call__(self, pieces, into) -> None:
         if any(piece.steady for piece in pieces):
@@ -60,7 +60,7 @@ def test_what_is_saved_by_itself_is_copied_until_backward_ends(
     dt.resume(tmp_path, save_every=8)
     watched.epoch()
     before = weights(watched)
-    under_way = saving._STATE.last
+    under_way = behind.STATE.last
     assert under_way is not None and not under_way.copied.is_set()
     x, y = next(iter(watched.loader))
     loss = watched.model(x).sub(y).square().mean()
@@ -84,9 +84,9 @@ def test_a_change_before_the_copy_is_noticed(watched, tmp_path: Path, monkeypatc
     with torch.no_grad():
         watched.model.back.weight.mul_(2.0)
     slow.go.set()
-    assert saving._STATE.last is not None
+    assert behind.STATE.last is not None
     with pytest.raises(dt.CheckpointError, match=r"'model\.0/back\.weight' was changed while"):
-        saving._STATE.last.wait()
+        behind.STATE.last.wait()
     assert not place.of(tmp_path).committed()
 
 
@@ -126,7 +126,7 @@ def test_resume_starts_or_goes_on(training, tmp_path: Path, capfd) -> None:
     assert "nothing to resume in" in capfd.readouterr().err
     training.epoch()  # 8 steps: saved after 3 and 6
     training.epoch()
-    saving._settle()
+    behind.settle()
     names = place.of(tmp_path / "none").committed()
     assert [name.split("-")[-1] for name in names] == ["15", "12"]
     release()
@@ -206,7 +206,7 @@ def test_save_every_that_says_nothing(given, training, tmp_path: Path) -> None:
 def test_save_every_by_time(training, tmp_path: Path) -> None:
     dt.resume(tmp_path, save_every="0.000001s")
     training.epoch()
-    saving._settle()
+    behind.settle()
     assert place.of(tmp_path).committed()[0].endswith("-step-8")
 
 
@@ -243,7 +243,7 @@ def test_another_loader_than_the_one_given(training, tmp_path: Path) -> None:
     for _ in range(5):
         training.model(x).square().mean().backward()
         training.optimizer.step()
-    saving._settle()
+    behind.settle()
     assert [name.split("-")[-1] for name in place.of(tmp_path).committed()] == ["4", "2"]
 
 
@@ -252,7 +252,7 @@ def test_a_save_by_hand_beside_save_every(training, tmp_path: Path) -> None:
     dt.resume(tmp_path, save_every=3, state={"average": average})
     dt.save(tmp_path)
     training.epoch()
-    saving._settle()
+    behind.settle()
     _ = dt.save(tmp_path, wait=False, state={"average": average})
     dt.load(tmp_path, state={"average": average})
     assert [name.split("-")[-1] for name in place.of(tmp_path).committed()] == ["8", "6"]
@@ -265,7 +265,7 @@ def test_two_loaders_at_once(training, tmp_path: Path) -> None:
     for (x, y), _ in zip(training.loader, other, strict=True):
         training.model(x).sub(y).square().mean().backward()
         training.optimizer.step()
-    saving._settle()
+    behind.settle()
     assert len(place.of(tmp_path).committed()) == 8
 
 
@@ -276,7 +276,7 @@ def test_schedulers_step_before_a_periodic_save_without_loaders(training, tmp_pa
         training.model(x).square().mean().backward()
         training.optimizer.step()
         training.scheduler.step()
-    saving._settle()
+    behind.settle()
     release()
     again = job.Training("ddp")
     dt.load(tmp_path)

@@ -1,0 +1,301 @@
+"""A checkpoint beside the run that it is to go into: does it fit, and then everything put back, under any plan.
+
+Every rank reads the ranges it keeps and nothing else. Whatever can be understood before anything is changed is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distributedtorch.attach import own_randomness
+from distributedtorch.checkpoint.index import Entry, Reader
+from distributedtorch.checkpoint.plain import unpack
+from distributedtorch.contents import batches_of, kept_of, keys_of, kind_of, not_row_major, own_way, schedulers
+from distributedtorch.core.errors import CheckpointError, explain
+from distributedtorch.core.sync import Kept
+from distributedtorch.core.world import accelerator, here
+from distributedtorch.data.stream import State, from_plain, install
+from distributedtorch.run import RUN
+from distributedtorch.sync import divided
+
+_SHOWN = 5
+
+
+class Stored:
+    """A checkpoint beside the run that it is to go into."""
+
+    def __init__(self, reader: Reader, model: nn.Module | None, state: Mapping[str, Any]) -> None:
+        self.reader, self.part, self.user = reader, model is not None, state
+        self.run = reader.index.content["run"]
+        self.models = RUN.models if model is None else [model]
+        saved: list[dict[str, Any]] = self.run["models"]
+        self.saved = saved
+        if model is not None and len(saved) > 1:
+            number = next(k for k, known in enumerate(RUN.models) if known is model)
+            self.saved = saved[number : number + 1]
+        self.tensors = _Lazily(reader)
+        self.step = 0
+        self.order: State | None = None
+        """Random states, where `prepare` has found them: all ranks' for the order of data, and this rank's own."""
+        self.mine: dict[str, Any] | None = None
+
+    def misfit(self) -> str:
+        """Why it is not of this run, or nothing."""
+        if len(self.models) != len(self.saved):
+            given = f"the checkpoint holds {len(self.saved)} models, {len(self.models)} are to be loaded"
+            do = "distribute the same models in the same order, or dt.load(path, model=...)"
+            return explain(given, "as many", do)
+        for number, (model, saved) in enumerate(zip(self.models, self.saved, strict=True)):
+            lines = difference(self._looks_here(model), self._looks_saved(saved["state"]))
+            if lines:
+                given = f"model {number} ({kind_of(model)}) is not the one that was saved ({saved['kind']}):\n"
+                needed, do = "the same parameters and buffers", "build the model as it was when saved"
+                return explain(given + "\n".join(lines), needed, do)
+        return "" if self.part else self._other_misfit()
+
+    def _looks_here(self, model: nn.Module) -> dict[str, str]:
+        return {name: _looks(value) for name, value in model.state_dict(keep_vars=True).items()}
+
+    def _looks_saved(self, state: dict[str, Any]) -> dict[str, str]:
+        entries = self.reader.index.tensors
+        return {
+            name: _looks(entries[value["$tensor"]]) if isinstance(value, dict) and "$tensor" in value else _looks(value)
+            for name, value in state.items()
+        }
+
+    def _other_misfit(self) -> str:
+        keys = keys_of(RUN.models)
+        shapes = {
+            "optimizers": (
+                [
+                    _groups(kind, [g["params"] for g in o.get("groups", [])])
+                    for kind, o in _kinds(self.run["optimizers"], RUN.optimizers)
+                ],
+                [
+                    _groups(
+                        kind_of(o), [] if own_way(o) else [[keys[id(p)] for p in g["params"]] for g in o.param_groups]
+                    )
+                    for o in RUN.optimizers
+                ],
+            ),
+            "schedulers": (
+                [kind for kind, _ in _kinds(self.run["schedulers"], schedulers())],
+                [kind_of(s) for s in schedulers()],
+            ),
+            "loaders": (["a loader"] * len(self.run["loaders"]), ["a loader"] * len(RUN.loaders)),
+        }
+        for word, (saved, have) in shapes.items():
+            if saved and have and saved != have:
+                given = f"the checkpoint's {word} are: {', '.join(saved)}"
+                return explain(given, f"as here: {', '.join(have)}", f"distribute the same {word}")
+        for loader, stored in zip(RUN.loaders, self.run["loaders"], strict=False):
+            if "began" in stored and stored.get("batch", batches_of(loader)) != batches_of(loader):
+                rows, count = stored["batch"]
+                given = f"the checkpoint lies in the middle of an epoch of {count} batches of {rows} rows"
+                here_ = f"as here: {batches_of(loader)[1]} of {batches_of(loader)[0]}"
+                return explain(
+                    given, here_, "use the same data and batch size, or a checkpoint from the end of an epoch"
+                )
+        missing = [name for name in self.user if name not in self.run["user"]]
+        if missing:
+            given = f"state= names {missing[0]!r}, and the checkpoint has {sorted(self.run['user']) or 'none'}"
+            return explain(given, "what was saved under that name", "leave it out, or load a checkpoint that has it")
+        return ""
+
+    def prepare(self) -> None:
+        """Understand, before anything is changed, what has a form of its own: the step and the random states."""
+        if self.part:
+            return
+        content = self.reader.index.content
+        self.step = int(content["step"])
+        self.order = None if self.run["order"] is None else from_plain(self.run["order"])
+        mine = f"random/{here().rank}"
+        if mine in self.reader.index.tensors and here().size == content["world"]:
+            states = json.loads(bytes(self.reader.whole(mine).tolist()))
+            self.mine = {**states, "host": from_plain(states["host"])}
+
+    def apply(self) -> None:
+        """Take everything over. A group call where something is divided."""
+        self._models()
+        if self.part:
+            return
+        for number, optimizer in enumerate(RUN.optimizers):
+            if number < len(self.run["optimizers"]):
+                self._optimizer(optimizer, self.run["optimizers"][number])
+        for scheduler, saved in zip(schedulers(), self.run["schedulers"], strict=False):
+            scheduler.load_state_dict(unpack(saved["state"], self.tensors))
+        for name, one in self.user.items():
+            one.load_state_dict(unpack(self.run["user"][name], self.tensors))
+        for loader, saved in zip(RUN.loaders, self.run["loaders"], strict=False):
+            loader.place.load_state_dict(saved)
+        RUN.fed = min(int(self.run.get("fed", 0)), max(len(RUN.loaders) - 1, 0))
+        RUN.unclaimed = self.run["loaders"][len(RUN.loaders) :]
+        scale = here().loop.loss_scale
+        if scale is not None and self.run["loss scale"] is not None:
+            scale.load_state_dict(self.run["loss scale"])
+        here().loop.steps = self.step
+        self._random()
+
+    def _models(self) -> None:
+        kept = divided.kept() if divided.ALL else {}
+        params: dict[str, nn.Parameter] = {}
+        for model, saved in zip(self.models, self.saved, strict=True):
+            named = dict(model.named_parameters(remove_duplicate=False))
+            filled = named.keys() & saved["state"].keys()
+            # Where hooks on state_dict give parameters other names, only the model itself can take them back.
+            filled = filled if len(filled) == len(named) else set()
+            params |= {saved["state"][name]["$tensor"]: named[name] for name in filled}
+            rest = OrderedDict((name, value) for name, value in saved["state"].items() if name not in filled)
+            given = OrderedDict(unpack(dict(rest), self.tensors))
+            given._metadata = unpack(saved.get("metadata", {}), self.tensors)  # type: ignore[attr-defined]
+            result = model.load_state_dict(given, strict=False)
+            left = [name for name in result.missing_keys if name not in filled] + list(result.unexpected_keys)
+            if left:
+                said = f"{left[0]!r} of model {kind_of(model)} finds no place (a hook on state_dict only?)"
+                raise CheckpointError(explain(said, "a state_dict that load_state_dict takes back", "mend the hooks"))
+        if kept:
+            divided.fence()
+        for key in sorted(params, key=self.reader.where):
+            param = params[key]
+            if id(param) in kept:
+                slot, low, high, values = kept[id(param)]
+                if low < high:
+                    self._fill(key, tuple(slot.stride), low, values)
+            else:
+                with torch.no_grad():
+                    flat = param.detach().view(-1) if param.is_contiguous() else None
+                    if flat is not None:
+                        self._fill(key, tuple(param.stride()), 0, flat)
+                    else:
+                        param.copy_(self.reader.whole(key))
+        if kept:
+            divided.refilled()
+        else:
+            torch.autograd.graph.increment_version(list(params.values()))
+
+    def _fill(self, key: str, stride: tuple[int, ...], low: int, values: Tensor) -> None:
+        entry = self.reader.index.tensors[key]
+        if values.device.type == "cpu" and entry.stride is None and not_row_major(entry.shape, stride) is None:
+            self.reader.read_into(key, low, values)
+        else:
+            values.copy_(self.reader.ordered(key, stride, low, low + values.numel()))
+
+    def _optimizer(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        if "whole" in saved:
+            optimizer.load_state_dict(unpack(saved["whole"], self.tensors))
+            return
+        kept = kept_of(optimizer)
+        keys = keys_of(RUN.models)
+        state: dict[Any, dict[str, Any]] = {}
+        wanted = []
+        for group, given in zip(optimizer.param_groups, saved["groups"], strict=True):
+            options = unpack(given["options"], self.tensors)
+            group.update(options)
+            for param in group["params"]:
+                values = saved["state"].get(keys[id(param)], {})
+                mine = kept.get(id(param))
+                if values and (mine is None or mine.low < mine.high):
+                    state[param] = dict.fromkeys(values)
+                    wanted += [(param, group, mine, name, value) for name, value in values.items()]
+        for param, group, mine, name, value in sorted(wanted, key=self._order):
+            state[param][name] = self._value(param, group, mine, name, value)
+        state |= unpack(saved.get("other", {}), self.tensors)
+        optimizer.__setstate__({"state": _Default(optimizer, state), "param_groups": optimizer.param_groups})
+
+    def _order(self, wanted: tuple[Any, ...]) -> tuple[str, int]:
+        value = wanted[-1]
+        return self.reader.where(value["$tensor"]) if isinstance(value, dict) and "$tensor" in value else ("", 0)
+
+    def _value(self, param: Tensor, group: dict[str, Any], kept: Kept | None, name: str, value: Any) -> Any:
+        if not (isinstance(value, dict) and "$tensor" in value):
+            return unpack(value, self.tensors)
+        key = value["$tensor"]
+        entry = self.reader.index.tensors[key]
+        divided_ = entry.shape == tuple(param.shape) and (entry.shape or name != "step")
+        if kept is not None and kept.shape is not None and divided_:
+            found = self.reader.ordered(key, kept.stride, kept.low, kept.high).view(kept.shape)
+        else:
+            found = self.reader.whole(key)
+        stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as torch's own loading has it
+        return found if stays else found.to(param.device)
+
+    def _random(self) -> None:
+        """The order of data goes on; each rank's own numbers too, where it had any."""
+        if self.order is None:  # imported, or a part: it has no random states, and the run keeps its own
+            return
+        if RUN.stream is not None:
+            RUN.stream.state = self.order
+        if self.mine is None:
+            install(self.order, full=True)
+            own_randomness(here().rank, self.step)
+            return
+        install(self.mine["host"], full=True)
+        if "device" in self.mine and accelerator() != "cpu":
+            device = torch.tensor(self.mine["device"], dtype=torch.uint8, device="cpu")
+            torch.get_device_module(accelerator()).set_rng_state(device)
+
+
+class _Lazily(Mapping[str, Tensor]):
+    """A checkpoint's tensors, each read when it is asked for."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.reader.whole(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reader.index.tensors)
+
+    def __len__(self) -> int:
+        return len(self.reader.index.tensors)
+
+
+def _Default(optimizer: Optimizer, state: dict[Any, dict[str, Any]]) -> Any:
+    """A state of the kind that the optimizer has."""
+    kind: Callable[..., Any] = type(optimizer.state)
+    made = kind(dict) if hasattr(optimizer.state, "default_factory") else kind()
+    made.update(state)
+    return made
+
+
+def _kinds(saved: list[dict[str, Any]], have: Sequence[object]) -> list[tuple[str, dict[str, Any]]]:
+    """What was saved with its kind; an imported one does not say it, and takes that of its counterpart here."""
+    kinds = [kind_of(one) for one in have] + ["an imported one"] * len(saved)
+    return [(one["kind"] or kind, one) for one, kind in zip(saved, kinds, strict=False)]
+
+
+def _groups(kind: str, names: list[list[str]]) -> str:
+    said = " + ".join(f"{len(group)} ({group[0]} ...)" if group else "0" for group in names)
+    return f"{kind} over {said} parameters" if names else kind
+
+
+def difference(have: dict[str, str], saved: dict[str, str]) -> list[str]:
+    """How two states differ, in a few lines."""
+    found = {
+        "missing in the checkpoint": [name for name in have if name not in saved],
+        "not in the model": [name for name in saved if name not in have],
+        "of another shape or type": [
+            f"{name} (saved {saved[name]}, here {have[name]})"
+            for name in have
+            if name in saved and saved[name] != have[name]
+        ],
+    }
+    return [
+        f"    {what}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+        for what, names in found.items()
+        if names
+    ]
+
+
+def _looks(value: Any) -> str:
+    if not isinstance(value, Tensor | Entry):
+        return "something else than a tensor"
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
