@@ -64,7 +64,7 @@ def main() -> int:
     over = (worst["peak above"] - worst["state"]) / MIB
     print(
         f"a checkpoint of {size / MIB:.0f} MiB: each rank comes to hold {worst['state'] / MIB:.1f} MiB of state, "
-        f"peak {over:.1f} MiB over that; reads {worst['read'] / size:.2f} of all bytes (checks a quarter, uses its blocks)"
+        f"peak {over:.1f} MiB over that; reads {worst['read'] / size:.2f} of all bytes (checks a quarter, uses some)"
     )
     results = {"machine": machine(), "bytes": size, "rows": rows}
     (ROOT / "benchmarks/results/load_memory.json").write_text(json.dumps(results, indent=1))
