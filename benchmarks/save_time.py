@@ -1,7 +1,7 @@
 """Seconds of a save beside torch's own and beside `cp`, in one run: `python benchmarks/save_time.py [--rounds 10]`.
 
 Two ranks hold a GPT of 23M parameters with AdamW (280 MB) under ddp, and save it in turn by dt.save (every block
-hashed, files and folders flushed), by torch.distributed.checkpoint, and by dt.save(wait=False) during training; rank 0
+hashed, files and folders flushed), by torch.distributed.checkpoint, by dt.save(wait=False) and by save_every; rank 0
 copies the files with cp and flushes them. Every round writes new folders; the old ones are removed outside the time.
 Writes benchmarks/results/save_time.json.
 """
@@ -9,6 +9,7 @@ Writes benchmarks/results/save_time.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
@@ -72,11 +73,20 @@ def inside(folder: Path, rounds: int) -> None:
         rows["cp and flush"].append(timed(lambda: copy(newest, copied) if dt.is_main() else None))  # noqa: B023
         rows["a step"].append(timed(step))
         under_way = dt.save(ours, keep=1, wait=False)
-        step()
-        step()
         under_way.wait()
         rows["held by dt.save(wait=False)"].append(under_way.stalled)
+        with contextlib.redirect_stderr(None):
+            dt.resume(folder / "every", save_every=1, keep=1)
+        step()
+        behind.STATE.every.steps = 1 << 30  # one is enough
+        step()
+        step()
         behind.settle()
+        rows["held by save_every"].append(behind.STATE.last.stalled)
+        behind.STATE.every = None
+        dt.barrier()
+        if dt.is_main():
+            shutil.rmtree(folder / "every")
         if dt.is_main():
             for path in (theirs, copied):
                 shutil.rmtree(path)
@@ -109,7 +119,7 @@ def main() -> int:
         word: statistics.median([a / b for a, b in zip(seconds["dt.save"], seconds[word], strict=True)])
         for word in ("torch.distributed.checkpoint", "cp and flush")
     }
-    held = medians["held by dt.save(wait=False)"] / medians["dt.save"]
+    held = medians["held by save_every"] / medians["dt.save"]
     print(f"dt.save takes {ratios}; behind training it holds the training thread for {held:.1%} of that")
     results = {"machine": machine(), **found, "medians": medians, "ratios of dt.save to": ratios, "held": held}
     (ROOT / "benchmarks/results/save_time.json").write_text(json.dumps(results, indent=1))
