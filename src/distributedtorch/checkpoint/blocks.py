@@ -61,8 +61,12 @@ def word(dtype: torch.dtype, name: str) -> str:
     return _WORDS[dtype]
 
 
-def write(sink: Callable[[memoryview], Any], tensors: Sequence[tuple[str, Tensor]]) -> Card:
-    """Write tensors to `sink` and say what was written. Tensors on a device pass through host memory one by one."""
+def write(sink: Callable[[memoryview], Any], tensors: Sequence[tuple[str, Tensor]]) -> Hashes:
+    """Write tensors to `sink`; hashes are taken in another thread meanwhile, and while the caller flushes the file.
+
+    What lies on the host is read from where it lies until `Hashes.card` has returned; tensors on a device pass through
+    host memory one by one.
+    """
     ordered = sorted(tensors, key=lambda pair: -pair[1].element_size())  # so that each begins at a multiple of its size
     header: dict[str, Any] = {}
     at = 0
@@ -72,15 +76,18 @@ def write(sink: Callable[[memoryview], Any], tensors: Sequence[tuple[str, Tensor
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    hashes = _Hashes()
+    hashes = Hashes()
     try:
         _put(sink, hashes, memoryview(len(text).to_bytes(8, "little") + text))
         for _, tensor in ordered:
             if tensor.numel():
-                _put(sink, hashes, bytes_of(tensor))
-        return hashes.card()
-    finally:
+                last = _put(sink, hashes, bytes_of(tensor))
+                if tensor.device.type != "cpu":
+                    last.result()
+    except BaseException:
         hashes.close()
+        raise
+    return hashes
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -94,23 +101,25 @@ def memory_of(flat: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _put(sink: Callable[[memoryview], Any], hashes: _Hashes, content: memoryview) -> None:
+def _put(sink: Callable[[memoryview], Any], hashes: Hashes, content: memoryview) -> Future[None]:
     for piece in hashes.cut(content):
         hashed = hashes.add(piece)
-        sink(piece)  # while another thread takes the hash
-        hashed.result()
+        sink(piece)
+    return hashed
 
 
-class _Hashes:
+class Hashes:
     """The hash of every block of what is written."""
 
     def __init__(self) -> None:
-        self.done: list[str] = []
         self.size = 0
+        self._done: list[str] = []
         self._hash = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1, "distributedtorch-hash")
+        self._last: Future[None] = Future()
 
     def cut(self, content: memoryview) -> Iterator[memoryview]:
+        """Content in pieces that end where blocks end."""
         at = 0
         while at < len(content):
             room = BLOCK - self.size % BLOCK
@@ -118,31 +127,37 @@ class _Hashes:
             at += room
 
     def add(self, piece: memoryview) -> Future[None]:
+        """Take the hash of what comes next; it must not change until that is done."""
         self.size += len(piece)
+        ends = self.size % BLOCK == 0
         try:
-            return self._thread.submit(self._add, piece)
+            self._last = self._thread.submit(self._add, piece, ends)
         except RuntimeError:  # at exit there are no new threads
-            self._add(piece)
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
+            self._add(piece, ends)
+            self._last = Future()
+            self._last.set_result(None)
+        return self._last
 
-    def _add(self, piece: memoryview) -> None:
+    def _add(self, piece: memoryview, ends: bool) -> None:
         self._hash.update(piece)
-        if self.size % BLOCK == 0:
+        if ends:
             self._end()
 
     def _end(self) -> None:
-        self.done.append(self._hash.hexdigest())
+        self._done.append(self._hash.hexdigest())
         self._hash = hashlib.sha256()
 
     def card(self) -> Card:
+        """What was written, when all of it is hashed."""
+        self._last.result()
         if self.size % BLOCK:
             self._end()
-        return Card(bytes=self.size, blocks=tuple(self.done))
+        self.close()
+        return Card(bytes=self.size, blocks=tuple(self._done))
 
     def close(self) -> None:
-        self._thread.shutdown()
+        """Take no more."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 class Kept:

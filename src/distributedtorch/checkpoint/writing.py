@@ -160,7 +160,7 @@ def _open(place: Place, content: Content, ranks: int) -> dict[str, Any]:
 
 def _write(place: Place, draft: str, rank: int, content: Content, *, private: bool) -> dict[str, Any]:
     """Write this rank's files. The result says all about them that the index needs."""
-    files: dict[str, Any] = {}
+    hashes: dict[str, blocks.Hashes] = {}
     tensors: dict[str, Any] = {}
     for kind in ("model", "state"):
         mine = [piece for piece in content.pieces if piece.file == kind]
@@ -171,12 +171,13 @@ def _write(place: Place, draft: str, rank: int, content: Content, *, private: bo
             raise ValueError(f"two tensors are named {twice[0]!r}")
         file = f"{kind}-{rank:05d}.safetensors"
         with place.writing(draft, file, private=private) as sink:
-            card = blocks.write(sink, [(piece.name, piece.tensor) for piece in mine])
-        files[file] = {"bytes": card.bytes, "blocks": list(card.blocks)}
+            hashes[file] = blocks.write(sink, [(piece.name, piece.tensor) for piece in mine])
         for piece in mine:
             said = {"shape": list(piece.shape), "dtype": blocks.word(piece.tensor.dtype, piece.key)}
             said |= {} if piece.stride is None else {"stride": list(piece.stride)}
             tensors[piece.key] = {**said, "parts": [[file, piece.name, piece.low, piece.high]]}
+    cards = {file: written.card() for file, written in hashes.items()}  # taken while the files were flushed
+    files = {file: {"bytes": card.bytes, "blocks": list(card.blocks)} for file, card in cards.items()}
     return {"files": files, "tensors": tensors, "optimizers": content.run.get("optimizers", [])}
 
 
