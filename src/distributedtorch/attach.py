@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 
 from distributedtorch.core.blocks import blocks_in
-from distributedtorch.core.bucket import is_empty
+from distributedtorch.core.bucket import is_empty, once
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.override import override
@@ -38,7 +38,7 @@ def same_weights(model: nn.Module, comm: Comm) -> None:
     """Give every rank rank 0's parameters and buffers."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not is_empty(tensor):
-            comm.broadcast(f"initial {name}", tensor)
+            comm.broadcast(f"initial {name}", once(tensor))
 
 
 def own_randomness(rank: int, step: int = 0) -> None:

@@ -18,6 +18,7 @@ from distributedtorch.attach import own_randomness
 from distributedtorch.checkpoint.index import Entry, Reader
 from distributedtorch.checkpoint.plain import unpack
 from distributedtorch.contents import batches_of, kept_of, keys_of, kind_of, not_row_major, own_way, schedulers
+from distributedtorch.core.bucket import once
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Kept
 from distributedtorch.core.world import accelerator, here
@@ -111,6 +112,10 @@ class Stored:
 
     def prepare(self) -> None:
         """Understand, before anything is changed, what has a form of its own: the step and the random states."""
+        for name, buffer, value in self._expanded():
+            if not torch.equal(once(value, buffer).expand_as(value), value):
+                given = f"the buffer {name!r} is expanded (one memory for many elements), and the saved one is not"
+                raise CheckpointError(explain(given, "values that repeat as here", "register it with .contiguous()"))
         if self.part:
             return
         content = self.reader.index.content
@@ -152,6 +157,7 @@ class Stored:
             # Where hooks on state_dict give parameters other names, only the model itself can take them back.
             filled = filled if len(filled) == len(named) else set()
             params |= {saved["state"][name]["$tensor"]: named[name] for name in filled}
+            filled |= {name for name, buffer in model.named_buffers(remove_duplicate=False) if once(buffer) is not buffer}
             rest = OrderedDict((name, value) for name, value in saved["state"].items() if name not in filled)
             given = OrderedDict(unpack(dict(rest), self.tensors))
             given._metadata = unpack(saved.get("metadata", {}), self.tensors)  # type: ignore[attr-defined]
@@ -160,6 +166,8 @@ class Stored:
             if left:
                 said = f"{left[0]!r} of model {kind_of(model)} finds no place (a hook on state_dict only?)"
                 raise CheckpointError(explain(said, "a state_dict that load_state_dict takes back", "mend the hooks"))
+        for _, buffer, value in self._expanded():
+            once(buffer.detach()).copy_(once(value, buffer))
         if kept:
             divided.fence()
         for key in sorted(params, key=self.reader.where):
@@ -179,6 +187,13 @@ class Stored:
             divided.refilled()
         else:
             torch.autograd.graph.increment_version(list(params.values()))
+
+    def _expanded(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Buffers that torch cannot load because many of their elements share memory, each with what was saved."""
+        for model, saved in zip(self.models, self.saved, strict=True):
+            for name, buffer in model.named_buffers(remove_duplicate=False):
+                if name in saved["state"] and once(buffer) is not buffer:
+                    yield name, buffer, self.tensors[saved["state"][name]["$tensor"]]
 
     def _fill(self, key: str, stride: tuple[int, ...], low: int, values: Tensor) -> None:
         entry = self.reader.index.tensors[key]

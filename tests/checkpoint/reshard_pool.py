@@ -27,7 +27,7 @@ PLANS, DEVICE = tuple(SYNCS), os.environ.get("DEVICE", "cpu")
 
 
 class Picture(nn.Module):
-    """Channels last, BatchNorm, tied weights, sizes that nothing divides."""
+    """Channels last, BatchNorm, tied weights, an expanded buffer, sizes that nothing divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +40,7 @@ class Picture(nn.Module):
         self.again.weight = self.into.weight
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.randn(1, 4).expand(3, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1

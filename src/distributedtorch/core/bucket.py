@@ -104,6 +104,14 @@ def is_empty(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
+def once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A view without the repetitions of an expanded tensor (or of `like`): what is written to it counts everywhere."""
+    for dim, stride in enumerate((tensor if like is None else like).stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def _runs(params: Sequence[Tensor], indices: list[int], limit: int, blocks: Sequence[int]) -> list[list[int]]:
     """Consecutive small parameters of a block up to `limit` bytes together; a larger one alone."""
     runs: list[list[int]] = [[]]
