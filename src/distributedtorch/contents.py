@@ -21,7 +21,7 @@ from distributedtorch.attach import made
 from distributedtorch.checkpoint.plain import Packer
 from distributedtorch.checkpoint.writing import Content, Piece
 from distributedtorch.core.errors import CheckpointError, explain
-from distributedtorch.core.sync import Kept
+from distributedtorch.core.sync import Kept, leaves
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.loader import Loader
 from distributedtorch.data.stream import as_plain, capture
@@ -136,35 +136,25 @@ class _Collector:
 
     def _state(self, prefix: str, param: Tensor, values: Mapping[str, Any], kept: Kept | None) -> dict[str, Any]:
         """One parameter's state: in pieces where it has the parameter's shape, else written by who has the first."""
-        packed: dict[str, Any] = {}
-        for name, value in values.items():
-            key = f"{prefix}/{name}"
-            if kept is not None and kept.shape is not None and _has_shape(value, kept.shape):
-                stride = not_row_major(tuple(param.shape), kept.stride)
-                flat = value.detach().reshape(-1)
-                piece = Piece(
-                    key=key,
-                    file="state",
-                    shape=tuple(param.shape),
-                    stride=stride,
-                    low=kept.low,
-                    high=kept.high,
-                    tensor=flat,
-                    steady=True,
-                )
-                self.content.pieces.append(piece)
-                packed[name] = {"$tensor": key}
-            elif kept is None and _has_shape(value, tuple(param.shape)):
-                self.common.append(_whole(key, value, "state", steady=True))
-                packed[name] = {"$tensor": key}
-            elif kept is not None and kept.low == 0:
-                packer = Packer(key, f"{prefix}/")
-                packed[name] = packer.pack(value, name)
-                for place, tensor in packer.tensors.items():
-                    self.content.pieces.append(_whole(place, tensor, "state", steady=True))
-            elif kept is None:
-                packed[name] = self._packed(prefix, {name: value})[name]
+        if kept is None:
+            return {name: self._common_state(prefix, param, name, value) for name, value in values.items()}
+        pieces: dict[int, str] = {}
+        for path, tensor in leaves(values):
+            if kept.shape is not None and _has_shape(tensor, kept.shape) and id(tensor) not in pieces:
+                key = pieces[id(tensor)] = f"{prefix}/{'.'.join(map(str, path))}"
+                self.content.pieces.append(_piece(key, param, tensor, kept))
+        if kept.low > 0:
+            return {}
+        packer = Packer(prefix, f"{prefix}/", pieces)
+        packed = {name: packer.pack(value, name) for name, value in values.items()}
+        self.content.pieces += [_whole(key, one, "state", steady=True) for key, one in packer.tensors.items()]
         return packed
+
+    def _common_state(self, prefix: str, param: Tensor, name: str, value: Any) -> Any:
+        if not _has_shape(value, tuple(param.shape)):
+            return self._packed(prefix, {name: value})[name]
+        self.common.append(_whole(f"{prefix}/{name}", value, "state", steady=True))
+        return {"$tensor": f"{prefix}/{name}"}
 
     def _rest(self, state: Mapping[str, Any]) -> None:
         run, world = self.content.run, here()
@@ -215,6 +205,19 @@ def _whole(key: str, tensor: Tensor, file: str, *, steady: bool = False) -> Piec
     tensor = tensor.detach()
     shape, high = tuple(tensor.shape), tensor.numel()
     return Piece(key=key, file=file, shape=shape, stride=None, low=0, high=high, tensor=tensor, steady=steady)
+
+
+def _piece(key: str, param: Tensor, values: Tensor, kept: Kept) -> Piece:
+    return Piece(
+        key=key,
+        file="state",
+        shape=tuple(param.shape),
+        stride=not_row_major(tuple(param.shape), kept.stride),
+        low=kept.low,
+        high=kept.high,
+        tensor=values.detach().reshape(-1),
+        steady=True,
+    )
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:

@@ -41,7 +41,7 @@ class Stored:
         if model is not None and len(saved) > 1:
             number = next(k for k, known in enumerate(RUN.models) if known is model)
             self.saved = saved[number : number + 1]
-        self.tensors = _Lazily(reader)
+        self.tensors = _Lazily(reader, reader.whole)
         self.step = 0
         self.order: State | None = None
         """Random states, where `prepare` has found them: all ranks' for the order of data, and this rank's own."""
@@ -229,9 +229,9 @@ class Stored:
         return self.reader.where(value["$tensor"]) if isinstance(value, dict) and "$tensor" in value else ("", 0)
 
     def _value(self, param: Tensor, group: dict[str, Any], kept: Kept | None, name: str, value: Any) -> Any:
-        if not (isinstance(value, dict) and "$tensor" in value):
-            return unpack(value, self.tensors)
-        key = value["$tensor"]
+        return unpack(value, _Lazily(self.reader, lambda key: self._state_tensor(param, group, kept, name, key)))
+
+    def _state_tensor(self, param: Tensor, group: dict[str, Any], kept: Kept | None, name: str, key: str) -> Tensor:
         entry = self.reader.index.tensors[key]
         divided_ = entry.shape == tuple(param.shape) and (entry.shape or name != "step")
         if kept is not None and kept.shape is not None and divided_:
@@ -260,11 +260,11 @@ class Stored:
 class _Lazily(Mapping[str, Tensor]):
     """A checkpoint's tensors, each read when it is asked for."""
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+    def __init__(self, reader: Reader, read: Callable[[str], Tensor]) -> None:
+        self.reader, self.read = reader, read
 
     def __getitem__(self, key: str) -> Tensor:
-        return self.reader.whole(key)
+        return self.read(key)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.reader.index.tensors)

@@ -91,7 +91,7 @@ def load(folder: Path, plan: str, name: str) -> None:
 def refused(call, *args) -> str:
     try:
         call(*args)
-    except dt.CheckpointError as error:
+    except dt.DistributedTorchError as error:
         return str(error)
     return ""
 
@@ -107,6 +107,13 @@ def failures(folder: Path) -> dict[str, str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     said["disk"] = refused(dt.save, folder / "kept")
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    values = [*training.optimizer.state.values()]
+    for value in values:
+        value["odd"] = [{3}]
+    said["a set"] = refused(training.optimizer.state_dict)
+    said["a set saved"] = refused(dt.save, folder / "kept")
+    for value in values:
+        del value["odd"]
     said["nothing there"] = refused(dt.load, folder / "nothing")
     said["one rank's own path"] = refused(dt.load, folder / ("kept" if dt.is_main() else "nothing"))
     training.epoch()

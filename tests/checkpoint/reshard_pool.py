@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import distributedtorch as dt
+from distributedtorch.checkpoint.plain import Packer
 from distributedtorch.core.world import here
 from distributedtorch.distribute import release
 from distributedtorch.recipes import SYNCS
@@ -62,12 +63,35 @@ class Words(nn.Module):
         return self.out(self.small(self.frozen(self.table(ids)).bfloat16()).float())
 
 
+class Nested(torch.optim.Optimizer):
+    """Its state holds tensors in lists, tuples and dicts."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            past = [*state.get("past", []), param.grad.clone()][-2:]
+            state |= {"past": past, "sums": ({"rows": past[-1].sum(dim=1), 3: None}, 0.5)}
+            param.sub_(sum(past), alpha=0.1)
+
+
+def remember(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Nested state of the user's beside the one of an optimizer that works on pieces."""
+    for state in optimizer.state.values():
+        state["before"] = [state["momentum_buffer"].clone(), {"half": state["momentum_buffer"] / 2}]
+
+
 def picture() -> tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], Tensor]]:
     model = Picture().to(DEVICE)
     head = [model.again.bias, model.scale]
-    rest = [p for p in model.parameters() if all(p is not h for h in head)]
+    rest = [p for p in model.parameters() if all(p is not h for h in [*head, model.back.weight])]
     groups = [{"params": rest[:2], "lr": 1e-2}, {"params": rest[2:], "weight_decay": 0.1}]
-    optimizers = [torch.optim.AdamW(groups, amsgrad=True), torch.optim.SGD(head, lr=0.1, momentum=0.9)]
+    sgd = torch.optim.SGD(head, lr=0.1, momentum=0.9)
+    sgd.register_step_post_hook(remember)
+    optimizers = [torch.optim.AdamW(groups, amsgrad=True), sgd, Nested([model.back.weight])]
     return model, optimizers, lambda: torch.randn(8, 3, 6, 6).to(DEVICE)
 
 
@@ -85,9 +109,10 @@ def whole(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str
     """All of the state, as one process would hold it. A group call."""
     found = {f"m.{name}": value for name, value in model.state_dict().items()}
     for number, optimizer in enumerate(optimizers):
-        state = optimizer.state_dict()
-        for index, values in state["state"].items():
-            found |= {f"o{number}.{index}.{k}": torch.as_tensor(v) for k, v in values.items() if v is not None}
+        state, packer = optimizer.state_dict(), Packer("optimizer")
+        packed = json.dumps(packer.pack(dict(sorted(state["state"].items()))), sort_keys=True)
+        found |= {f"o{number}.{name}": value for name, value in packer.tensors.items()}
+        found[f"s{number}"] = torch.tensor(list(packed.encode()), dtype=torch.uint8)
         options = [[k, v] for group in state["param_groups"] for k, v in sorted(group.items()) if k != "params"]
         found[f"g{number}"] = torch.tensor(list(repr(options).encode()), dtype=torch.uint8)
     return {name: value.detach().cpu().clone().contiguous() for name, value in found.items()}

@@ -104,11 +104,14 @@ def test_one_rank_alone_is_written_when_all_can(done: tuple[Path, str]) -> None:
 def test_what_fails_on_one_rank_is_raised_on_all(done: tuple[Path, str]) -> None:
     folder, _ = done
     mine, other = (json.loads((folder / f"said.{rank}").read_text()) for rank in (0, 1))
-    for what in ("under a file", "disk", "nothing there", "one rank's own path", "another model"):
+    whats = ("under a file", "disk", "a set", "a set saved", "nothing there", "one rank's own path", "another model")
+    for what in whats:
         assert mine[what] == other[what] or what == "one rank's own path"
         assert "needed: " in mine[what] and "do: " in mine[what]
     assert "Not a directory" in mine["under a file"] or "File exists" in mine["under a file"]
     assert "File too large" in mine["disk"]
+    assert "state odd 0 of parameter 'tied.bias' is a set, and the plan divides that state" in mine["a set"]
+    assert "odd.0 in the state of optimizer.0/model.0/first.weight is a set" in mine["a set saved"]
     assert "holds no checkpoint" in mine["nothing there"]
     assert re.search(r"path '\S+kept' here and '\S+nothing' on rank 1", mine["one rank's own path"])
     assert re.search(r"path '\S+nothing' here and '\S+kept' on rank 0", other["one rank's own path"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,12 +120,23 @@ class Sync(ABC):
     def bytes_of_state(self) -> int:
         """Bytes of the optimizer's state of these parameters on this rank."""
         states = [self.optimizer.state[p] for p in self.params if p in self.optimizer.state] if self.optimizer else []
-        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        return sum(bytes_of(tensor) for tensor in tensors)
+        return sum(bytes_of(tensor) for state in states for _, tensor in leaves(state))
 
     @abstractmethod
     def bytes_held(self) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state on this rank now."""
+
+
+def leaves(value: Any, *path: Any) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors in nested state, each with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, *path, key)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from leaves(item, *path, number)
 
 
 def bytes_of(tensor: Tensor) -> int:
