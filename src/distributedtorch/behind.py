@@ -1,13 +1,12 @@
 """Saves under way: when they are due, and how they are carried out, here or behind training.
 
-At most one is under way. What is saved by itself is saved when the loop comes round, never inside a window of
-accumulated batches; what only an optimizer's step changes is then copied behind the next forward and backward.
+At most one is under way. What is saved by itself is saved when the loop comes round or is left, never inside a window
+of accumulated batches; what only an optimizer's step changes is then copied behind the next forward and backward.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import threading
 import time
@@ -17,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from distributedtorch import attach
 from distributedtorch.checkpoint import meeting, place, writing
-from distributedtorch.contents import collect
+from distributedtorch.contents import collect, forgotten
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.step import Loop, Member
 from distributedtorch.core.world import here
@@ -31,6 +28,8 @@ from distributedtorch.launch.join import client
 from distributedtorch.run import RUN
 
 _SECONDS_TO_END = 2.0
+_SECONDS_TO_FAIL = 0.5
+"""How long an error that has left the loop may take to the top of the script."""
 
 
 class Saving:
@@ -119,6 +118,8 @@ class _State:
     """Whether an optimizer has stepped since the last batch was handed out."""
     looked: bool = False
     """Whether it was looked for objects that belong into a checkpoint and are not known."""
+    ending: threading.Event = field(default_factory=threading.Event)
+    """Set at exit."""
     copies: dict[str, Tensor] = field(default_factory=dict)
     """Memory of the last copy that was written behind training: used again."""
 
@@ -191,9 +192,13 @@ def come_round() -> None:
     loop = here().loop
     if loop.comm.world > 1 and loop.requested:
         meeting.of(loop, together).catch_up()
+    _save_due()
+
+
+def _save_due(*, left: bool = False) -> None:
     if STATE.due and STATE.every is not None:
         STATE.due = False
-        begin(STATE.every.request, list(range(loop.comm.world)))
+        begin(STATE.every.request, list(range(here().loop.comm.world)), left=left)
 
 
 def feeds(number: int) -> None:
@@ -203,8 +208,11 @@ def feeds(number: int) -> None:
 
 
 def ends() -> None:
-    """A loader has come to the end of its epoch: what is trained on next may come from elsewhere."""
+    """A loader has come to the end of its epoch, or the loop was left before that: it may not come round any more."""
     STATE.fed = False
+    ours = threading.current_thread() is threading.main_thread()  # not the collector's, in a thread of the library
+    if ours and STATE.stepped and torch.is_grad_enabled() and not STATE.ending.is_set():
+        _save_due(left=True)
 
 
 def carry_out_put_off() -> None:
@@ -233,6 +241,7 @@ def settle() -> None:
 
 
 def _at_exit() -> None:
+    STATE.ending.set()
     if record.failed():
         if STATE.last is not None:  # Python ends badly under a thread that is inside the store
             STATE.last._done.wait(_SECONDS_TO_END)
@@ -258,8 +267,8 @@ def finish(saving: Saving, request: str) -> Saving:
     return saving
 
 
-def begin(request: str, writers: list[int]) -> Saving:
-    """Take the state now, and write it: here, or behind training."""
+def begin(request: str, writers: list[int], *, left: bool = False) -> Saving:
+    """Take the state now, and write it: here, or behind training. `left`: the loop was, perhaps by an error."""
     settle()
     asked, world = json.loads(request), here()
     saving = STATE.last = STATE.promised.pop(asked["path"], Saving(asked["path"]))
@@ -289,12 +298,20 @@ def begin(request: str, writers: list[int]) -> Saving:
 
     def behind() -> None:
         copied = saving.copy(content, STATE.copies)
+        if left and _fails():
+            copied = "the loop was left by an error: what follows a step was perhaps not done"
         store = (lambda: client(10)) if many else None
         saving.run(asked, copied, lambda: writing.Channel(world.rank, writers, store, name))
 
     threading.Thread(target=behind, name="distributedtorch-save", daemon=True).start()
     saving.stalled = time.monotonic() - began
     return saving
+
+
+def _fails() -> bool:
+    """Whether what has left the loop was an error."""
+    STATE.ending.wait(_SECONDS_TO_FAIL)
+    return record.failed()
 
 
 def _content(asked: dict[str, Any], writers: list[int]) -> writing.Content | str:
@@ -315,16 +332,9 @@ def _look_round(state: Mapping[str, Any]) -> None:
     if STATE.looked:
         return
     STATE.looked = True
-    known = [*RUN.schedulers, *attach.made(), *state.values()]
-    for one in known:  # schedulers made of others
-        known += getattr(one, "_schedulers", [])
-    for one in gc.get_objects():
-        kind = type(one)  # not isinstance: asking an object for its class may run code of its own
-        ours = issubclass(kind, LRScheduler) and any(getattr(one, "optimizer", None) is o for o in RUN.optimizers)
-        scales = issubclass(kind, torch.amp.GradScaler) and one.is_enabled()
-        if (ours or scales) and not any(one is other for other in known):
-            do = f'give it to dt.distribute, or as state={{"{kind.__name__.lower()}": ...}}'
-            record.say(f"a {kind.__name__} of this script is not in the checkpoint: {do}")
+    for kind in forgotten(state.values()):
+        do = f'give it to dt.distribute, or as state={{"{kind.lower()}": ...}}'
+        record.say(f"a {kind} of this script is not in the checkpoint: {do}")
 
 
 def _copy(pieces: Sequence[writing.Piece], into: dict[str, Tensor]) -> None:

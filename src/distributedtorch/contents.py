@@ -6,9 +6,10 @@ ranks have in common. Put back, every rank reads the ranges it keeps and nothing
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -186,6 +187,19 @@ def schedulers() -> list[LRScheduler]:
     """Those that were given, and those that `dt.schedule` has made for an optimizer of the run."""
     more = [one for one in made() if any(one.optimizer is o for o in RUN.optimizers)]
     return [*RUN.schedulers, *(one for one in more if all(one is not given for given in RUN.schedulers))]
+
+
+def forgotten(more: Iterable[object]) -> Iterator[str]:
+    """The kinds of schedulers and loss scales in use that neither this run nor `more` knows."""
+    known = [*RUN.schedulers, *made(), *more]
+    for one in known:  # schedulers made of others
+        known += getattr(one, "_schedulers", [])
+    for one in gc.get_objects():
+        kind = type(one)  # not isinstance: asking an object for its class may run code of its own
+        ours = issubclass(kind, LRScheduler) and any(getattr(one, "optimizer", None) is o for o in RUN.optimizers)
+        scales = issubclass(kind, torch.amp.GradScaler) and one.is_enabled()
+        if (ours or scales) and not any(one is other for other in known):
+            yield kind.__name__
 
 
 def _head() -> dict[str, Any]:

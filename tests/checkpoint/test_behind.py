@@ -358,3 +358,27 @@ def test_hooks_extra_state_and_versions(tmp_path: Path) -> None:
         assert torch.equal(model.weight, before) and 3 in model.seen and (1, float("inf")) in model.seen
     finally:
         release()
+
+
+def test_a_save_that_is_due_where_the_loop_is_left(training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behind, "_SECONDS_TO_FAIL", 0.01)
+    dt.resume(tmp_path, save_every=3)
+
+    def three_steps() -> None:
+        for number, (x, y) in enumerate(training.loader):
+            training.model(x).sub(y).square().mean().backward()
+            training.optimizer.step()
+            training.scheduler.step()
+            if number == 2:
+                break
+
+    three_steps()
+    behind.settle()
+    assert [name.split("-")[-1] for name in place.of(tmp_path).committed()] == ["3"]
+    monkeypatch.setattr(behind.record, "failed", lambda: True)  # an error left the loop, and reached the top
+    three_steps()
+    with pytest.raises(dt.CheckpointError, match="left by an error"):
+        behind.STATE.last.wait()
+    release()
+    again = job.Training("ddp")
+    assert dt.resume(tmp_path)[:2] == (3, 1) and again.scheduler.last_epoch == 3

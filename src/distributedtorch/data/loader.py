@@ -66,7 +66,7 @@ def divide(
             random state, as one process does.
         on_batch: Called with each share and its batch, right before the user gets it.
         before_batch: Called when the user asks for the next one: what was to be done with the last is done.
-        at_end: Called when there is none.
+        at_end: Called when there is none, and when the user has let go of an epoch (`break`).
         batch: Another global batch size than the loader's own.
         reverse: Reverse the rows inside each global batch, to measure rounding noise.
 
@@ -138,7 +138,7 @@ class Loader:
         return survey.fingerprint(self._loader, self.batch_global)
 
     def __iter__(self) -> Epoch:
-        return self.place.walk(Epoch(self, *self.place.begin(self._source.begin)))
+        return self.place.walk(Epoch(self, *self.place.begin(self._source.begin)), self.calls[2])
 
     def __len__(self) -> int:
         return len(self._source)

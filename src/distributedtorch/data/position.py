@@ -49,9 +49,9 @@ class Position:
         finally:
             self._set(now, theirs)
 
-    def walk(self, epoch: Any) -> Any:
-        """An epoch that is handed to the user."""
-        self._walk = weakref.ref(epoch)
+    def walk(self, epoch: Any, let_go: Callable[[], None]) -> Any:
+        """An epoch that is handed to the user; `let_go` is called when nobody holds it any more."""
+        self._walk = weakref.ref(epoch, lambda _: let_go())
         return epoch
 
     def left(self, epoch: Any) -> None:
