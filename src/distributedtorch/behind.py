@@ -7,6 +7,7 @@ of accumulated batches; what only an optimizer's step changes is then copied beh
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import threading
 import time
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from distributedtorch.checkpoint import meeting, place, writing
+from distributedtorch.checkpoint import channel, meeting, place, writing
+from distributedtorch.checkpoint.channel import Channel
+from distributedtorch.checkpoint.every import Every
 from distributedtorch.contents import collect, forgotten
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.step import Loop, Member
@@ -28,6 +31,7 @@ from distributedtorch.launch.join import client
 from distributedtorch.run import RUN
 
 _SECONDS_TO_END = 2.0
+_LEFT = "the loop was left by an error: what follows a step was perhaps not done"
 _SECONDS_TO_FAIL = 0.5
 """How long an error that has left the loop may take to the top of the script."""
 
@@ -67,12 +71,16 @@ class Saving:
             self.told = True
             raise CheckpointError(self._fault)
 
-    def copy(self, content: writing.Content | str, into: dict[str, Tensor]) -> writing.Content | str:
-        """Make the content independent of the run, in memory of an earlier copy; what is given changes meanwhile."""
+    def copy(
+        self, content: writing.Content | str, before: Sequence[tuple[Tensor, int]], into: dict[str, Tensor]
+    ) -> writing.Content | str:
+        """Make the content independent of the run, in memory of an earlier copy; what is given changes meanwhile.
+
+        `before` has the steady tensors with the versions that they had when the save began.
+        """
         try:
             if isinstance(content, writing.Content):
                 steady = [piece for piece in content.pieces if piece.steady]
-                before = [(piece.tensor, piece.tensor._version) for piece in steady]
                 _copy(steady, into)
                 for piece, (tensor, version) in zip(steady, before, strict=True):
                     if tensor._version != version:
@@ -84,16 +92,17 @@ class Saving:
             self.copied.set()
 
     def run(
-        self, asked: Mapping[str, Any], content: writing.Content | str, meet: Callable[[], writing.Channel]
+        self, asked: Mapping[str, Any], content: Callable[[], writing.Content | str], meet: Callable[[], Channel]
     ) -> None:
-        """Carry it out in the present thread."""
+        """Carry it out in the present thread; the other ranks see that this one is at it while it gives its content."""
         try:
-            channel = meet()
             there = place.of(asked["path"])
-            name = writing.carry_out(there, content, channel, keep=asked["keep"], private=asked["private"])
+            with contextlib.closing(meet()) as channel:
+                name = writing.carry_out(there, content(), channel, keep=asked["keep"], private=asked["private"])
             self.path = there.file(name, "")
         except BaseException as error:
             self._fault = str(error) or repr(error)
+        self.copied.set()
         self._done.set()
 
 
@@ -122,27 +131,6 @@ class _State:
     """Set at exit."""
     copies: dict[str, Tensor] = field(default_factory=dict)
     """Memory of the last copy that was written behind training: used again."""
-
-
-@dataclass
-class Every:
-    """`save_every`."""
-
-    request: str
-    steps: int | None
-    seconds: float | None
-    last_step: int
-    last_time: float
-
-    def is_due(self) -> bool:
-        """Whether it is time, at this step; for seconds only rank 0's clock counts."""
-        if self.steps is not None:
-            return here().loop.steps - self.last_step >= self.steps
-        return time.monotonic() - self.last_time >= (self.seconds or 0.0)
-
-    def began(self) -> None:
-        """One begins now."""
-        self.last_step, self.last_time = here().loop.steps, time.monotonic()
 
 
 STATE = _State()
@@ -280,11 +268,11 @@ def begin(request: str, writers: list[int], *, left: bool = False) -> Saving:
     name = f"checkpoint/{STATE.count}"
     began = time.monotonic()
     with world.comm.held("save", f"save to {asked['path']}"), torch.inference_mode(False):
+        present = (lambda: meeting.of(world.loop, together).store) if many else None
         content = _content(asked, writers)
         if asked["wait"]:
-            store = (lambda: meeting.of(world.loop, together).store) if many else None
             saving.copied.set()
-            saving.run(asked, content, lambda: writing.Channel(world.rank, writers, store, name))
+            saving.run(asked, lambda: content, lambda: Channel(world.rank, writers, present, name))
             saving.stalled = time.monotonic() - began
             return saving
         if isinstance(content, writing.Content):
@@ -293,16 +281,21 @@ def begin(request: str, writers: list[int], *, left: bool = False) -> Saving:
             _copy([piece for piece in content.pieces if not (piece.steady and later)], {} if later else STATE.copies)
             for piece in content.pieces:
                 piece.steady = piece.steady and later
+    pieces = content.pieces if isinstance(content, writing.Content) else []
+    before = [(piece.tensor, piece.tensor._version) for piece in pieces if piece.steady]
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
 
-    def behind() -> None:
-        copied = saving.copy(content, STATE.copies)
-        if left and _fails():
-            copied = "the loop was left by an error: what follows a step was perhaps not done"
-        store = (lambda: client(10)) if many else None
-        saving.run(asked, copied, lambda: writing.Channel(world.rank, writers, store, name))
+    def copied() -> writing.Content | str:
+        found = saving.copy(content, before, STATE.copies)
+        return _LEFT if left and _fails() else found
 
+    def behind() -> None:
+        store = (lambda: client(10)) if many else None
+        saving.run(asked, copied, lambda: Channel(world.rank, writers, store, name))
+
+    if present is not None:
+        channel.begins(present, name, world.rank)
     threading.Thread(target=behind, name="distributedtorch-save", daemon=True).start()
     saving.stalled = time.monotonic() - began
     return saving

@@ -21,6 +21,7 @@ from torch import nn
 
 from distributedtorch import behind
 from distributedtorch.checkpoint import index, meeting, place
+from distributedtorch.checkpoint.every import Every
 from distributedtorch.checkpoint.index import NewerError, Reader
 from distributedtorch.checkpoint.place import FOLDER, Place
 from distributedtorch.contents import check_state
@@ -156,7 +157,7 @@ def resume(
         steps, seconds = every
         atexit.unregister(behind.drop_timed)
         atexit.register(behind.drop_timed)
-        behind.STATE.every = behind.Every(request, steps, seconds, world.loop.steps, time.monotonic())
+        behind.STATE.every = Every(request, steps, seconds, world.loop.steps, time.monotonic())
     return resumed
 
 
@@ -300,17 +301,32 @@ def _of_all(name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _take_over(found: Stored) -> None:
-    """Put a checkpoint into the run; what was asked for before is about another state."""
-    try:
-        with torch.inference_mode(False):
-            found.apply()
-    except DistributedTorchError:
-        raise
-    except (*index._WRONG, RuntimeError) as error:
-        where = found.reader.place.file(found.reader.folder, "")
-        given = f"{where} is whole, but cannot be taken over ({type(error).__name__}: {error})"
-        do = "start again, with another checkpoint: this run's state is partly changed"
-        raise CheckpointError(explain(given, "state that dt.save has written", do)) from error
+    """Put a checkpoint into the run, or raise on all ranks; what was asked for before is about another state."""
+    error = _applied(found)
+    verdicts = [verdict["said"] for verdict in _of_all("load", {"said": "" if error is None else str(error)})]
+    bad = [rank for rank, said in enumerate(verdicts) if said]
+    if bad:
+        said = verdicts[bad[0]]
+        raise CheckpointError(said if len(bad) == len(verdicts) else f"on rank {bad[0]}: {said}") from error
     RUN.seed = torch.initial_seed()
     if behind.STATE.every is not None:
         behind.STATE.every.began()
+
+
+def _applied(found: Stored) -> Exception | None:
+    """Why this rank could not take a checkpoint over, if so."""
+    try:
+        with torch.inference_mode(False):
+            found.apply()
+    except CheckpointError as error:
+        return error
+    except (*index._WRONG, RuntimeError) as error:
+        if isinstance(error, DistributedTorchError):
+            raise
+        where = found.reader.place.file(found.reader.folder, "")
+        given = f"{where} is whole, but cannot be taken over ({type(error).__name__}: {error})"
+        do = "start again, with another checkpoint: this run's state is partly changed"
+        failed = CheckpointError(explain(given, "state that dt.save has written", do))
+        failed.__cause__ = error
+        return failed
+    return None

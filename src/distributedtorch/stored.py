@@ -137,7 +137,10 @@ class Stored:
         for scheduler, saved in zip(schedulers(), self.run["schedulers"], strict=False):
             scheduler.load_state_dict(unpack(saved["state"], self.tensors))
         for name, one in self.user.items():
-            one.load_state_dict(unpack(self.run["user"][name], self.tensors))
+            try:
+                one.load_state_dict(unpack(self.run["user"][name], self.tensors))
+            except Exception as error:
+                raise CheckpointError(_not_taken_back(name, one, error)) from error
         for loader, saved in zip(RUN.loaders, self.run["loaders"], strict=False):
             loader.place.load_state_dict(saved)
         RUN.fed = min(int(self.run.get("fed", 0)), max(len(RUN.loaders) - 1, 0))
@@ -157,7 +160,9 @@ class Stored:
             # Where hooks on state_dict give parameters other names, only the model itself can take them back.
             filled = filled if len(filled) == len(named) else set()
             params |= {saved["state"][name]["$tensor"]: named[name] for name in filled}
-            filled |= {name for name, buffer in model.named_buffers(remove_duplicate=False) if once(buffer) is not buffer}
+            filled |= {
+                name for name, buffer in model.named_buffers(remove_duplicate=False) if once(buffer) is not buffer
+            }
             rest = OrderedDict((name, value) for name, value in saved["state"].items() if name not in filled)
             given = OrderedDict(unpack(dict(rest), self.tensors))
             given._metadata = unpack(saved.get("metadata", {}), self.tensors)  # type: ignore[attr-defined]
@@ -308,6 +313,12 @@ def difference(have: dict[str, str], saved: dict[str, str]) -> list[str]:
         for what, names in found.items()
         if names
     ]
+
+
+def _not_taken_back(name: str, one: object, error: Exception) -> str:
+    said = f"load_state_dict of state={{{name!r}: a {kind_of(one)}}} has raised {type(error).__name__}: {error}"
+    do = "mend it, and start again: this run's state is partly changed"
+    return explain(said, "an object that takes back what its state_dict gave", do)
 
 
 def _looks(value: Any) -> str:

@@ -8,8 +8,9 @@ import torch
 
 from distributedtorch import CheckpointError
 from distributedtorch.checkpoint import index, place
+from distributedtorch.checkpoint.channel import Channel
 from distributedtorch.checkpoint.index import Reader
-from distributedtorch.checkpoint.writing import Channel, Content, Piece, carry_out
+from distributedtorch.checkpoint.writing import Content, Piece, carry_out
 
 
 def piece(key: str, file: str, value: float, size: int) -> Piece:

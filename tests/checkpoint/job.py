@@ -9,8 +9,11 @@ import json
 import resource
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -18,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import distributedtorch as dt
+from distributedtorch import behind
+from distributedtorch.checkpoint import channel, writing
 from distributedtorch.core.world import here
 from distributedtorch.distribute import release
 
@@ -96,6 +101,47 @@ def refused(call, *args) -> str:
     return ""
 
 
+class Own:
+    """An object of the user's; rank 1 cannot take its state back."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if dt.rank() == 1:
+            raise ValueError("not here")
+
+
+def no_store(folder: Path) -> str:
+    """Rank 1 cannot open the connection that it writes behind training with."""
+
+    def refuse(_: float) -> NoReturn:
+        raise dt.LaunchError("out of reach")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "_SECONDS_BETWEEN_BEATS", 0.1)
+        patch.setattr(channel, "_SECONDS_OF_SILENCE", 1.2)
+        if dt.rank() == 1:
+            patch.setattr(behind, "client", refuse)
+        return refused(dt.save(folder / "kept", wait=False).wait)
+
+
+def slow_disk(folder: Path) -> str:
+    """Rank 1 writes for longer than a silent rank is waited for."""
+    write = writing._write
+
+    def slowly(*args, **more):
+        time.sleep(2.0)
+        return write(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "_SECONDS_BETWEEN_BEATS", 0.1)
+        patch.setattr(channel, "_SECONDS_OF_SILENCE", 1.2)
+        if dt.rank() == 1:
+            patch.setattr(writing, "_write", slowly)
+        return refused(dt.save(folder / "slow", wait=False).wait)
+
+
 def failures(folder: Path) -> dict[str, str]:
     """What goes wrong on rank 0 only, and what all ranks are told; training goes on after it."""
     training = Training("zero1")
@@ -107,6 +153,9 @@ def failures(folder: Path) -> dict[str, str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     said["disk"] = refused(dt.save, folder / "kept")
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    dt.save(folder / "own", state={"own": Own()})
+    said["own"] = refused(partial(dt.load, folder / "own", state={"own": Own()}))
+    said["no store"], said["slow disk"] = no_store(folder), slow_disk(folder)
     values = [*training.optimizer.state.values()]
     for value in values:
         value["odd"] = [{3}]

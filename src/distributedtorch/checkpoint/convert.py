@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from distributedtorch.checkpoint import archive, dcp, deepspeed, index, place, portable, weights, writing
+from distributedtorch.checkpoint.channel import Channel
 from distributedtorch.checkpoint.index import Reader
 from distributedtorch.checkpoint.place import FOLDER
 from distributedtorch.checkpoint.portable import Portable
@@ -170,7 +171,7 @@ def _to_checkpoint(theirs: Portable, target: str) -> int:
     if there.committed():
         given = f"{target} holds checkpoints already"
         raise CheckpointError(explain(given, "a new folder", "give another TARGET"))
-    name = writing.carry_out(there, portable.content(theirs), writing.Channel(0, [0], None, ""), keep=1, private=True)
+    name = writing.carry_out(there, portable.content(theirs), Channel(0, [0], None, ""), keep=1, private=True)
     _print(f"made {there.file(name, '')}: go on with dt.load or dt.resume")
     return 0
 

@@ -9,22 +9,18 @@ draft is dropped, and all ranks hear the same.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distributedtorch.checkpoint import blocks, index
+from distributedtorch.checkpoint.channel import Channel
 from distributedtorch.checkpoint.place import INDEX, Place
 from distributedtorch.core.errors import CheckpointError, explain
-
-_SECONDS_TO_WRITE = 3600.0
 
 
 @dataclass(kw_only=True)
@@ -68,41 +64,6 @@ class Content:
         return sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
 
 
-class Channel:
-    """How the ranks of one save speak: this rank alone, or through the store."""
-
-    def __init__(self, rank: int, ranks: Sequence[int], store: Callable[[], Store] | None, name: str) -> None:
-        self.rank, self.ranks, self.name = rank, list(ranks), name
-        self._store = None if store is None else store()
-        self._said: dict[str, str] = {}
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == self.ranks[0]
-
-    def say(self, key: str, value: Any) -> None:
-        if self._store is None:
-            self._said[key] = json.dumps(value)
-        else:
-            self._store.set(f"{self.name}/{key}", json.dumps(value))
-
-    def hear(self, key: str) -> Any:
-        if self._store is None:
-            return json.loads(self._said[key])
-        place = f"{self.name}/{key}"
-        try:
-            self._store.wait([place], timedelta(seconds=_SECONDS_TO_WRITE))
-        except RuntimeError as error:
-            given = f"nothing was heard of {key!r} in {_SECONDS_TO_WRITE:.0f} s ({error})"
-            raise CheckpointError(explain(given, "every rank to write its part", "look at the other ranks")) from None
-        return json.loads(self._store.get(place))
-
-    def forget(self, keys: Sequence[str]) -> None:
-        if self._store is not None:
-            for key in keys:
-                self._store.delete_key(f"{self.name}/{key}")
-
-
 def carry_out(place: Place, content: Content | str, channel: Channel, *, keep: int, private: bool) -> str:
     """Write a checkpoint with all ranks of the channel. The result is its name, the same on all of them.
 
@@ -114,14 +75,14 @@ def carry_out(place: Place, content: Content | str, channel: Channel, *, keep: i
     ranks = len(channel.ranks)
     if channel.leads:
         channel.say("draft", _attempt(place, content, lambda mine: _open(place, mine, ranks)))
-    opened = channel.hear("draft")
+    opened = channel.hear("draft", channel.leader)
     if "fault" in opened:
         raise CheckpointError(opened["fault"])
     draft, name = opened["draft"], opened["name"]
     card = _attempt(place, content, lambda mine: _write(place, draft, channel.rank, mine, private=private))
     channel.say(f"card/{channel.rank}", card)
     if channel.leads:
-        cards = [channel.hear(f"card/{rank}") for rank in channel.ranks]
+        cards = [_card(channel, rank) for rank in channel.ranks]
         faults = [card["fault"] for card in cards if "fault" in card]
         verdict = {"fault": faults[0]} if faults else {}
         commit = partial(_commit, place, draft, name, cards=cards, private=private)
@@ -132,10 +93,18 @@ def carry_out(place: Place, content: Content | str, channel: Channel, *, keep: i
             _attempt(place, content, lambda _: _prune(place, keep))
         channel.say("verdict", verdict)
         channel.forget([f"card/{rank}" for rank in channel.ranks])
-    verdict = channel.hear("verdict")
+    verdict = channel.hear("verdict", channel.leader)
     if "fault" in verdict:
         raise CheckpointError(verdict["fault"])
     return str(name)
+
+
+def _card(channel: Channel, rank: int) -> dict[str, Any]:
+    try:
+        card: dict[str, Any] = channel.hear(f"card/{rank}", rank)
+        return card
+    except CheckpointError as error:
+        return {"fault": str(error)}
 
 
 def _attempt(place: Place, content: Content | str, act: Callable[[Content], dict[str, Any]]) -> dict[str, Any]:
