@@ -111,7 +111,7 @@ class Stored:
         return ""
 
     def prepare(self) -> None:
-        """Understand, before anything is changed, what has a form of its own: the step and the random states."""
+        """Understand, before anything is changed, what has a form of its own: step, random states, nested state."""
         for name, buffer, value in self._expanded():
             if not torch.equal(once(value, buffer).expand_as(value), value):
                 given = f"the buffer {name!r} is expanded (one memory for many elements), and the saved one is not"
@@ -125,6 +125,9 @@ class Stored:
         if mine in self.reader.index.tensors and here().size == content["world"]:
             states = json.loads(bytes(self.reader.whole(mine).tolist()))
             self.mine = {**states, "host": from_plain(states["host"])}
+        unread = dict.fromkeys(self.reader.index.tensors, torch.empty(0, device="meta"))
+        nested = [one.get(part) for one in self.run["optimizers"] for part in ("groups", "state", "other", "whole")]
+        unpack([*nested, [one["state"] for one in self.run["schedulers"]], self.run["user"]], unread)
 
     def apply(self) -> None:
         """Take everything over. A group call where something is divided."""
