@@ -45,8 +45,8 @@ def saver(tell: Tell, path: str, plan: str, way: str, sabotage: bool) -> None:
             dt.save(path, state=training.state, wait=way == "wait")
         if dt.is_main() and way == "wait":
             tell("done", value + 1)
-        elif dt.is_main() and former is not None:  # at most one is under way
-            tell("done" if not former._fault else "fault", value, former._fault)
+        elif dt.is_main() and former is not None:  # at most one is under way; save_every's began at a forward
+            tell("done" if not former._fault else "fault", value - (way == "save_every"), former._fault)
 
 
 def trial(number: int, seed: int, folder: Path, *, sabotage: bool) -> dict[str, Any]:

@@ -63,10 +63,10 @@ class Training:
         self.state = {"counted": self.counted}
 
     def step(self) -> int:
-        self.counted.value += 1
         self.optimizer.zero_grad()
         (-self.model(torch.zeros((), dtype=torch.float64))).backward()
         self.optimizer.step()
+        self.counted.value += 1  # not before the forward, at which save_every acts where no loader was given
         return self.counted.value
 
 
