@@ -3,6 +3,8 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test lint matrix bench failures chaos clean
+.PHONY: bench-exchange
+.PHONY: soak
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -23,15 +25,22 @@ lint: .venv/.ready          ## style and strict types
 matrix: .venv/.ready        ## the whole equality matrix: plan x world x optimizer x model x accumulation x clip
 	$(BIN)/python -m tests.conformance.matrix
 
-bench: .venv/.ready         ## step time, memory and wire beside torch's own (root for the network namespace)
-	$(BIN)/python benchmarks/step_time.py --rounds 40
+bench: .venv/.ready         ## step time beside every peer, how cost grows, memory and wire; README's figures (root for a network namespace)
+	$(BIN)/python -m benchmarks.bench --rounds 40
+	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python benchmarks/memory_wire.py
 
 failures: .venv/.ready      ## every kind of failure 20 times: seconds, rank named, processes left
 	$(BIN)/python benchmarks/failures.py --times 20
 
+bench-exchange: .venv/.ready ## the exchange alone beside gloo, Open MPI, DeepSpeed and memcpy (needs mpirun and mpicc)
+	$(BIN)/python -m benchmarks.exchange --rounds 40
+
+soak: .venv/.ready          ## shared memory: 1,000 kills, 20 stops, 10 million exchanges, limits; about an hour
+	$(BIN)/python -m benchmarks.shared_faults --limits --stops 20 --kills 1000 --soak 10000000
+
 chaos: .venv/.ready         ## checkpoints killed, flipped, damaged, forged, on full disks; about 25 minutes (root for a mount)
 	$(BIN)/python benchmarks/checkpoint_faults.py all
 
 clean:
-	rm -rf .venv .dtorch demo.png .mypy_cache .ruff_cache
+	rm -rf .venv .peers .dtorch demo.png .mypy_cache .ruff_cache

@@ -1,0 +1,37 @@
+"""The plain training loop that every library except DeepSpeed leaves to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Step = Callable[[Tensor], Tensor]
+"""One training step on ids (rows, length + 1); gives this rank's loss."""
+
+LEARNING_RATE = 1e-4
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], None] = torch.Tensor.backward
+) -> Step:
+    """Forward, backward, step, zero_grad; `backward` where a library has its own."""
+
+    def step(ids: Tensor) -> Tensor:
+        loss = loss_of(model, ids)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
