@@ -131,7 +131,8 @@ def main() -> int:
             command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(ranks), "--plan", plan]
             device = "meta" if plan == "zero3" else "cpu"
             command += [__file__, "--inside", str(out), "--device", device]
-            subprocess.run(command, check=True, capture_output=True)
+            environ = {**os.environ, "DISTRIBUTEDTORCH_SHARED": "0"}  # what goes through shared memory is on no wire
+            subprocess.run(command, env=environ, check=True, capture_output=True)
             rows = [json.loads((out / f"rank{k}.json").read_text()) for k in range(ranks)]
             due = formula(plan, rows[0]["psi"], ranks)
             worst = {k: all(verdicts(plan, ranks, row)[k] for row in rows) for k in verdicts(plan, ranks, rows[0])}

@@ -234,7 +234,7 @@ def _filling(given: inspect.Given, path: str | os.PathLike[str] | None) -> Fill:
         def settle() -> None:
             if divided:
                 fence()
-                world.comm.let_go()
+                world.comm.pool.let_go()
 
         for model in models:
             whole = [p for p in model.parameters() if not divided or (p.requires_grad and id(p) not in trained)]

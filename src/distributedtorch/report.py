@@ -46,7 +46,7 @@ def parts(
     said += [f"batch {loader.note}" for loader in loaders]
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
     if world.size > 1:
-        said.append(f"{dist.get_backend()} on {accelerator()}")
+        said.append(f"{_exchange(world)} on {accelerator()}")
         divided = _THREADS.get(os.environ.get("DISTRIBUTEDTORCH_THREADS", ""), "")
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
         folder = log_folder(find())
@@ -61,6 +61,14 @@ def _workers(world: World, workers: int | None) -> str:
     source = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", "command line" if launcher == "dtorch" else launcher)
     asked = "" if workers is None or workers == world.size else f", not {workers} as in the call"
     return f"{world.size} workers ({source}{asked})"
+
+
+def _exchange(world: World) -> str:
+    """What the ranks exchange through."""
+    backend = str(dist.get_backend())
+    if backend != "gloo":
+        return backend
+    return "shared memory" if world.comm.shared else f"gloo (no shared memory: {world.comm.unshared})"
 
 
 def _words(plan: Plan, origin: dict[str, str]) -> str:

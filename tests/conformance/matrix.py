@@ -34,12 +34,16 @@ def write_truths(trainings: list[c.Training], folder: Path) -> None:
             save_file(state, folder / f"{training.name}-{order}.safetensors")
 
 
-def run_world(world: int, chosen: list[c.Case], folder: Path, timeout: float = 600) -> list[dict[str, object]]:
-    """Train `chosen` in one pool of `world` processes; a result row per case."""
+def run_world(
+    world: int, chosen: list[c.Case], folder: Path, timeout: float = 600, *, shared: bool = True
+) -> list[dict[str, object]]:
+    """Train `chosen` in one pool of `world` processes, through shared memory or not; a result row per case."""
     todo, done = folder / f"todo{world}.json", folder / f"done{world}.jsonl"
     todo.write_text(json.dumps([asdict(case) for case in chosen]))
+    done.unlink(missing_ok=True)
     environ = {**os.environ, "DISTRIBUTEDTORCH_BUCKET_BYTES": str(c.BUCKET_BYTES), "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'src'}"
+    environ["DISTRIBUTEDTORCH_SHARED"] = str(int(shared))
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world)]
     command += ["-m", "tests.conformance.pool", str(todo), str(done)]
     ended = subprocess.run(
@@ -63,6 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worlds", type=int, nargs="*", default=list(c.WORLDS))
     parser.add_argument("--dtypes", nargs="*", default=["float64", "float32"])
+    parser.add_argument("--ways", nargs="*", default=["shared"], help="shared, gloo: each gives the bits of the first")
     given = parser.parse_args()
     trainings = [training for dtype in given.dtypes for training in c.all_trainings(dtype)]
     faults, total, worst = [], 0, dict.fromkeys(given.dtypes, 0.0)
@@ -71,8 +76,13 @@ def main() -> int:
         write_truths(trainings, folder)
         for world in given.worlds:
             chosen = [c.Case(training, plan, world) for training in trainings for plan in c.PLANS]
-            rows = run_world(world, chosen, folder, timeout=7200)
+            rows, *again = (
+                run_world(world, chosen, folder, timeout=7200, shared=way == "shared") for way in given.ways
+            )
             assert len(rows) == len(chosen)
+            for other, way in zip(again, given.ways[1:], strict=True):
+                differ = [case for a, b, case in zip(rows, other, chosen, strict=True) if a["bits"] != b["bits"]]
+                faults += [f"{case.plan} world {world} {case.training.name}: other bits, {way}" for case in differ]
             for row, case in zip(rows, chosen, strict=True):
                 total += 1
                 worst[case.training.dtype] = max(worst[case.training.dtype], float(str(row["difference"])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from functools import partial
@@ -21,11 +22,13 @@ def main(todo: Path, done: Path) -> None:
     for row in json.loads(todo.read_text()):
         case = c.Case(c.Training(**row["training"]), row["plan"], row["world"])
         model = c.train(case.training, partial(dt.distribute, plan=c.plan_of(case)))
-        gap, where = c.difference(load_file(todo.parent / f"{case.training.name}-0.safetensors"), model.state_dict())
+        state = model.state_dict()
+        gap, where = c.difference(load_file(todo.parent / f"{case.training.name}-0.safetensors"), state)
+        bits = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in state.values())).hexdigest()
         buckets = [len(m.sync.collect.cells) for m in here().loop.members] if dt.world() > 1 else []  # type: ignore[attr-defined]
         if dt.is_main():
             with done.open("a") as file:
-                print(json.dumps({"difference": gap, "parameter": where, "buckets": buckets}), file=file)
+                print(json.dumps({"difference": gap, "parameter": where, "buckets": buckets, "bits": bits}), file=file)
         release()
 
 

@@ -16,10 +16,10 @@ from tests.conformance.matrix import ROOT
 from tests.conformance.tables import LOOPS
 
 
-def run(world: int, folder: Path, *module: str, bucket_bytes: int = 1024) -> list[dict[str, Any]]:
+def run(world: int, folder: Path, *module: str, bucket_bytes: int = 1024, shared: bool = True) -> list[dict[str, Any]]:
     done = folder / "done.jsonl"
     environ = {**os.environ, "DISTRIBUTEDTORCH_BUCKET_BYTES": str(bucket_bytes), "OMP_NUM_THREADS": "1"}
-    environ["PYTHONPATH"] = str(ROOT)
+    environ |= {"PYTHONPATH": str(ROOT), "DISTRIBUTEDTORCH_SHARED": str(int(shared))}
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world), "-m", module[0]]
     command += [str(done) if word == "DONE" else word for word in module[1:]]
     ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
@@ -32,10 +32,10 @@ ALL = bool(os.environ.get("DISTRIBUTEDTORCH_TEST_ALL"))
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("world", "plans"), [(2, ("ddp", "zero3")), (3, ("zero1", "zero2"))])
-def test_loops_end_as_in_one_process(world: int, plans: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "plans", "shared"), [(2, ("ddp", "zero3"), False), (3, ("zero1", "zero2"), True)])
+def test_loops_end_as_in_one_process(world: int, plans: tuple[str, ...], shared: bool, tmp_path: Path) -> None:
     plans = PLANS if ALL else plans
-    rows = run(world, tmp_path, "tests.conformance.loops_pool", "DONE", f"plans={','.join(plans)}")
+    rows = run(world, tmp_path, "tests.conformance.loops_pool", "DONE", f"plans={','.join(plans)}", shared=shared)
     assert {(r["loop"], r["plan"]) for r in rows} == {(name, plan) for name in LOOPS for plan in plans}
     assert not [r for r in rows if not r["difference"] <= 1e-9]
     irregular = {r["plan"]: r["counts"] for r in rows if r["loop"] == "irregular_windows"}

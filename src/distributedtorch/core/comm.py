@@ -1,21 +1,13 @@
-"""The one place that calls collectives: named exchanges between the ranks of one world.
+"""The one place that parts ask for exchanges: named, counted, timed, and seen by the watch.
 
-On CPU tensors every exchange is made of direct sends and receives between pairs of ranks, each under a tag made of the
-exchange's logical name and its count. So a rank that is in another exchange can never be taken for a partner: both
-wait, and the watch names them. The sum is taken in rank order on the owner of each piece: bit-identical on all ranks
-and over runs, and the same bits under every plan.
-
-Bytes sent by a rank, for a buffer of B bytes over N ranks: reduce-scatter B(N-1)/N, all-gather B(N-1)/N, all-reduce
-2B(N-1)/N. (gloo's own reduce-scatter sends as much as its all-reduce.)
-
-CUDA tensors go through NCCL's collectives where the world has it; else they are staged through host memory.
+Tensors in host memory go through memory that the ranks of one host share (`shared`), or else over gloo in pairs
+(`pairs`); both sum in rank order, so the result has the same bits. CUDA tensors go through NCCL's collectives where the
+world has it; else they are staged through host memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
 import zlib
 from collections import defaultdict
@@ -26,12 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributedtorch.core.errors import PeerError
-
-_CHANNEL_BITS, _COUNT_BITS = 14, 16
-_SUM = 1 << _CHANNEL_BITS + _COUNT_BITS
-"""In a tag: the second half of an all-reduce."""
-_HOST = torch.device("cpu")
+from distributedtorch.core.errors import DesyncError
+from distributedtorch.core.pairs import Pairs, Posted, Works, wait_all
+from distributedtorch.core.pool import Pool
+from distributedtorch.core.shared import Shared, Transfer
 
 
 @dataclass
@@ -41,7 +31,7 @@ class Traffic:
     count: int = 0
     """Exchanges begun."""
     bytes_sent: int = 0
-    """Payload bytes this rank sent."""
+    """Payload bytes this rank gave to others: sent to them, or read by them where memory is shared."""
     seconds: float = 0.0
     """Seconds the training thread was held by it."""
 
@@ -51,16 +41,24 @@ class Pending:
 
     def __init__(self, comm: Comm, kind: str, name: str) -> None:
         self.comm, self.kind, self.name = comm, kind, name
-        self.done = threading.Event()
-        self.error: BaseException | None = None
+        self.work: Posted | Transfer | None = None
         self.tail: list[Callable[[], None]] = []
+
+    def arrived(self) -> bool:
+        """Whether `wait` would hardly hold anyone."""
+        return self.work is None or self.work.ends()
+
+    def advance(self) -> None:
+        """Do this rank's part of it; several are waited for sooner where all of them are advanced first."""
+        if self.work is not None:
+            with self.comm.held(self.kind, self.name):
+                self.work.advance(wait=True)
 
     def wait(self) -> None:
         """Hold the calling thread until the result is in place."""
         with self.comm.held(self.kind, self.name):
-            self.done.wait()
-            if self.error is not None:
-                raise self.error
+            if self.work is not None:
+                self.work.finish()
             for finish in self.tail:
                 finish()
             self.tail = []
@@ -77,10 +75,20 @@ class Comm:
         self.before_waiting: list[Callable[[], None]] = []
         """Called before the training thread waits for others."""
         self.count = 0
-        self._counts: dict[str, int] = defaultdict(int)
-        self._jobs: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        """Exchanges begun."""
+        self.pool = Pool()
+        self.pairs = Pairs(rank, world, self.pool)
+        self.shared: Shared | None = None
+        """Memory shared with the others, where all ranks are on one host."""
+        self.unshared = ""
+        """Why there is none."""
+
+    def share(self, shared: Shared | None, reason: str) -> None:
+        """Exchange through shared memory from now on, or say why not."""
+        self.shared, self.unshared = shared, reason
+        self.pool.own = shared.own if shared is not None else None
+        if shared is not None:
+            shared.pool = self.pool
 
     # The exchanges a part asks for.
 
@@ -109,18 +117,16 @@ class Comm:
     def exchange_begin(self, name: str, mine: Tensor) -> Callable[[], Tensor]:
         """As `exchange`, but begun now and finished by calling the result."""
         host = mine.detach().to("cpu").contiguous()
-        out = torch.empty((self.world, *host.shape), dtype=host.dtype)
-        out[self.rank] = host
-        flat = out.view(-1)
-        bounds = [host.numel() * k for k in range(self.world + 1)]
-        tag = self._tag(name)
         self.count_sent("small", host.numel() * host.element_size() * (self.world - 1))
-        receives, sends = self._gather_posts(flat, bounds, tag)
+        line = self._line(name)
+        if self.shared is not None and line is not None:
+            last = self.shared.exchange(line, host)
+        else:
+            last = self.pairs.exchange(name, host)
 
         def finish() -> Tensor:
             with self.held("small", name):
-                _wait_all(receives + sends)
-            return out.to(mine.device)
+                return last().to(mine.device)
 
         return finish
 
@@ -135,17 +141,17 @@ class Comm:
 
     def broadcast(self, name: str, tensor: Tensor, root: int = 0) -> None:
         """Give every rank `root`'s values of `tensor`, in place."""
-        if self.world == 1:
+        if self.world == 1 or not tensor.numel():
             return
         host = tensor.detach() if _direct(tensor) else tensor.detach().to("cpu").contiguous()
-        if host.numel():
-            tag = self._tag(name)
-            with self.held("broadcast", name):
-                if self.rank == root:
-                    self.count_sent("broadcast", host.numel() * host.element_size() * (self.world - 1))
-                    _wait_all([_post(dist.isend, host, k, tag) for k in self._others()])
-                else:
-                    _wait_all([_post(dist.irecv, host, root, tag)])
+        others = self.world - 1 if self.rank == root else 0
+        self.count_sent("broadcast", host.numel() * host.element_size() * others)
+        line = self._line("broadcast")
+        with self.held("broadcast", name):
+            if self.shared is None or line is None:
+                self.pairs.broadcast(name, host, root)
+            elif not self.shared.broadcast(line, host, root, zlib.crc32(f"{name} from {root}".encode())):
+                raise DesyncError(f"the ranks broadcast different things at once; this one: {name!r}")
         if host is not tensor and self.rank != root:
             tensor.detach().copy_(host)
 
@@ -165,6 +171,16 @@ class Comm:
         yield
         self.traffic[kind].seconds += time.monotonic() - began
 
+    def count_sent(self, kind: str, bytes_sent: int) -> None:
+        """Add an exchange to the traffic."""
+        traffic = self.traffic[kind]
+        traffic.count += 1
+        traffic.bytes_sent += bytes_sent
+
+    def close(self) -> None:
+        """End what runs beside the training thread."""
+        self.pairs.close()
+
     # How they are made.
 
     def _begin(
@@ -172,147 +188,56 @@ class Comm:
     ) -> Pending:
         pending = Pending(self, kind, name)
         if self.world == 1:
-            pending.done.set()
             return pending
+        self.count_sent(kind, self._bytes(flat, bounds, reduce=out is not None, gather=gather))
         if flat.is_cuda and _has_nccl():
-            return self._nccl(pending, flat, bounds, reduce=out is not None, gather=gather)
-        host = flat if _direct(flat) else flat.to("cpu")
-        if host is not flat:
-            pending.tail.append(lambda: _copy_result(flat, host, bounds, self.rank, gather=gather))
-        if out is not None and host is not flat:
-            out = host[bounds[self.rank] : bounds[self.rank + 1]]
-        self._direct_exchange(pending, host, bounds, out, gather=gather)
-        return pending
-
-    def _direct_exchange(
-        self, pending: Pending, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool
-    ) -> None:
-        """Post what can be posted now; the progress thread sums and posts the rest."""
-        tag = self._tag(pending.name)
-        size = flat.element_size()
-        mine = slice(bounds[self.rank], bounds[self.rank + 1])
-        total, own = bounds[-1] - bounds[0], mine.stop - mine.start
-        if out is None:
-            self.count_sent(pending.kind, own * (self.world - 1) * size)
-            receives, sends = self._gather_posts(flat, bounds, tag)
-            self._hand_over(pending, lambda: _wait_all(receives + sends))
-            return
-        self.count_sent(pending.kind, (total - own + (own * (self.world - 1) if gather else 0)) * size)
-        parts = {k: self.borrow(own, flat.dtype) for k in self._others()} if own else {}
-        received = list(parts.values())
-        receives = [_post(dist.irecv, part, k, tag) for k, part in parts.items()]
-        theirs = [(flat[bounds[k] : bounds[k + 1]], k) for k in self._others() if bounds[k + 1] > bounds[k]]
-        sends = [_post(dist.isend, piece, k, tag) for piece, k in theirs]
-        # A rank sends its sum when all parts of it have come, so the sum may be received over what was sent.
-        sums = [_post(dist.irecv, piece, k, tag | _SUM) for piece, k in theirs] if gather else []
-
-        def finish() -> None:
-            _wait_all(receives)
-            if own:
-                parts[self.rank] = flat[mine]
-                _sum_in_order([parts[k] for k in range(self.world)], out)
-                self.give_back(received)
-                if gather:
-                    sends.extend(_post(dist.isend, flat[mine], k, tag | _SUM) for k in self._others())
-            pending.tail.insert(0, lambda: _wait_all(sends + sums))
-
-        self._hand_over(pending, finish)
-
-    def _gather_posts(self, flat: Tensor, bounds: Sequence[int], tag: int) -> tuple[_Works, _Works]:
-        mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
-        receives = [
-            _post(dist.irecv, flat[bounds[k] : bounds[k + 1]], k, tag)
-            for k in self._others()
-            if bounds[k + 1] > bounds[k]
-        ]
-        sends = [_post(dist.isend, mine, k, tag) for k in self._others()] if mine.numel() else []
-        return receives, sends
-
-    def _nccl(self, pending: Pending, flat: Tensor, bounds: Sequence[int], *, reduce: bool, gather: bool) -> Pending:
-        """The same on NCCL's stream: whole-buffer calls where pieces are equal, one per owner where not."""
-        works: _Works = []
-        pieces = [flat[bounds[k] : bounds[k + 1]] for k in range(self.world)]
-        self.count_sent(pending.kind, (bounds[-1] - bounds[0]) * flat.element_size() * (self.world - 1) // self.world)
-        if reduce:
-            if gather:
-                works.append((dist.all_reduce(flat[bounds[0] : bounds[-1]], async_op=True), self.rank))
-            else:
-                works.extend((dist.reduce(p, k, async_op=True), k) for k, p in enumerate(pieces) if p.numel())
+            self.count += 1
+            works = self._nccl(flat, bounds, reduce=out is not None, gather=gather)
+            pending.tail.append(lambda: wait_all(works))
+            return pending
+        if not _direct(flat):
+            flat, bounds, out = self._staged(pending, flat[bounds[0] : bounds[-1]], bounds, out, gather=gather)
+        line = self._line(name)
+        if self.shared is not None and line is not None:
+            pending.work = self.shared.begin(line, flat, bounds, out, gather=gather)
         else:
-            works.extend((dist.broadcast(p, k, async_op=True), k) for k, p in enumerate(pieces) if p.numel())
-        pending.tail.append(lambda: _wait_all(works))
-        pending.done.set()
+            pending.work = self.pairs.begin(name, flat, bounds, out, gather=gather)
         return pending
 
-    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device = _HOST) -> Tensor:
-        """Memory for a while: used again rather than asked of the system anew, where the size it last had is near.
+    def _staged(
+        self, pending: Pending, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool
+    ) -> tuple[Tensor, list[int], Tensor | None]:
+        """The same exchange in host memory; its result is copied back when it is waited for."""
+        ends = [bound - bounds[0] for bound in bounds]
+        host = self.pool.borrow(flat.numel(), flat.dtype, shared=True).copy_(flat)
+        mine = slice(ends[self.rank], ends[self.rank + 1])
 
-        On accelerators torch's own allocator does that.
-        """
-        if device.type != "cpu":
-            return torch.empty(numel, dtype=dtype, device=device)
-        free = self._free[dtype, device]
-        fits = [k for k, block in enumerate(free) if numel <= block.numel() <= 2 * numel]
-        if fits:
-            block = free.pop(min(fits, key=lambda k: free[k].numel()))
-            # Not a view of it: nothing else is to look at this memory.
-            return block.new_empty(0).set_(block.untyped_storage(), 0, (numel,), (1,))
-        small = [k for k, block in enumerate(free) if block.numel() < numel]
-        if small:
-            free.pop(small[0])  # let it go, so that there are hardly more blocks than are used at once
-        return torch.empty(numel, dtype=dtype, device=device)
+        def back() -> None:
+            where = slice(None) if gather else mine
+            flat[where].copy_(host[where])
+            self.pool.give_back([host])
 
-    def give_back(self, tensors: list[Tensor]) -> None:
-        """Return borrowed memory."""
-        for tensor in [tensor for tensor in tensors if tensor.device.type == "cpu"]:
-            block = tensor.new_empty(0).set_(tensor.untyped_storage())
-            self._free[tensor.dtype, tensor.device].append(block)
+        pending.tail.append(back)
+        return host, ends, None if out is None else host[mine]
 
-    def let_go(self) -> None:
-        """Keep no memory for later."""
-        self._free.clear()
-
-    def _hand_over(self, pending: Pending, finish: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._progress, name="distributedtorch-exchange", daemon=True)
-            self._thread.start()
-        self._jobs.put((pending, finish))
-
-    def _progress(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            pending, run = job
-            try:
-                run()
-            except BaseException as error:
-                pending.error = error
-            done = pending.done
-            del job, pending, run  # before anyone goes on: gloo's handles must not be freed while Python ends
-            done.set()
-
-    def close(self) -> None:
-        """End the progress thread; it may be held by a rank that is gone, so not for ever."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(timeout=1.0)
-
-    def _others(self) -> list[int]:
-        """The other ranks, each rank beginning after itself so that not all talk to one."""
-        return [(self.rank + k) % self.world for k in range(1, self.world)]
-
-    def _tag(self, name: str) -> int:
-        self._counts[name] += 1
+    def _line(self, name: str) -> int | None:
+        """Where an exchange through shared memory is announced; None: it goes over gloo."""
         self.count += 1
-        channel = zlib.crc32(name.encode()) & ((1 << _CHANNEL_BITS) - 1)
-        return channel << _COUNT_BITS | (self._counts[name] & ((1 << _COUNT_BITS) - 1))
+        return self.shared.line(name) if self.shared is not None else None
 
-    def count_sent(self, kind: str, bytes_sent: int) -> None:
-        """Add an exchange to the traffic."""
-        traffic = self.traffic[kind]
-        traffic.count += 1
-        traffic.bytes_sent += bytes_sent
+    def _bytes(self, flat: Tensor, bounds: Sequence[int], *, reduce: bool, gather: bool) -> int:
+        """Bytes that this rank gives to others."""
+        total, own = bounds[-1] - bounds[0], bounds[self.rank + 1] - bounds[self.rank]
+        return ((total - own) * reduce + own * (self.world - 1) * gather) * flat.element_size()
+
+    def _nccl(self, flat: Tensor, bounds: Sequence[int], *, reduce: bool, gather: bool) -> Works:
+        """The same on NCCL's stream: whole-buffer calls where pieces are equal, one per owner where not."""
+        pieces = [(k, flat[bounds[k] : bounds[k + 1]]) for k in range(self.world) if bounds[k + 1] > bounds[k]]
+        if reduce and gather:
+            return [(dist.all_reduce(flat[bounds[0] : bounds[-1]], async_op=True), self.rank)]
+        if reduce:
+            return [(dist.reduce(piece, k, async_op=True), k) for k, piece in pieces]
+        return [(dist.broadcast(piece, k, async_op=True), k) for k, piece in pieces]
 
 
 class _Held:
@@ -332,50 +257,8 @@ class _Held:
         self.comm.traffic[self.kind].seconds += time.monotonic() - self.began
 
 
-_Works = list[tuple["dist.Work | None", int]]
-
-
-def _wait_all(works: _Works) -> None:
-    for work, peer in works:
-        with peer_errors(peer):
-            if work is not None:
-                work.wait()
-
-
-def _post(call: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int) -> tuple[dist.Work | None, int]:
-    with peer_errors(peer):
-        return call(tensor, peer, tag=tag), peer
-
-
-@contextlib.contextmanager
-def peer_errors(peer: int) -> Iterator[None]:
-    """A block in which an error of the connection means that `peer` is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise _gone(peer, error) from None
-
-
-def _gone(peer: int, error: RuntimeError) -> PeerError:
-    said = str(error).splitlines()[0]
-    said = said.split("] ", 1)[-1].split(". This is typically")[0]
-    return PeerError(f"rank {peer} is gone or out of reach ({said})")
-
-
-def _sum_in_order(parts: list[Tensor], out: Tensor) -> None:
-    total = parts[0]
-    for part in parts[1:-1]:
-        total.add_(part)
-    torch.add(total, parts[-1], out=out)
-
-
 def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
-
-
-def _copy_result(flat: Tensor, host: Tensor, bounds: Sequence[int], rank: int, *, gather: bool) -> None:
-    where = slice(bounds[0], bounds[-1]) if gather else slice(bounds[rank], bounds[rank + 1])
-    flat[where].copy_(host[where])
 
 
 def _direct(tensor: Tensor) -> bool:

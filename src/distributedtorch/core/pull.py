@@ -7,6 +7,8 @@ A piece has an edition, raised whenever its values change. A request names the e
 behind answers when it has come there, one that is ahead gives the values of that edition. A rank that is done says so
 to all, and answers until all have.
 
+Where ranks share memory, a piece is copied from where its owner keeps it: nobody is asked.
+
 Bytes sent per fetch of B bytes divided over N ranks: each owner sends its piece, together B(N-1)/N, and a request of 32
 bytes goes to each.
 """
@@ -23,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributedtorch.core.comm import Comm, peer_errors
+from distributedtorch.core.comm import Comm
+from distributedtorch.core.pairs import peer_errors
 
 _ASK = 0
 """Tag of requests; answers carry a tag the requester chose."""
@@ -38,15 +41,12 @@ _IDLE_FOR_EVER = timedelta(days=3650)
 class Fetch:
     """Pieces on their way into `flat`."""
 
-    def __init__(self, comm: Comm, works: list[tuple[dist.Work, int]], land: Callable[[], None]) -> None:
-        self.comm, self.works, self.land = comm, works, land
+    def __init__(self, comm: Comm, land: Callable[[], None]) -> None:
+        self.comm, self.land = comm, land
 
     def wait(self) -> None:
         """Hold the calling thread until all pieces are in place."""
         with self.comm.timed("gather"):
-            for work, peer in self.works:
-                with peer_errors(peer):
-                    work.wait()
             self.land()
 
 
@@ -78,7 +78,7 @@ class Pull:
             self.editions.append(0)
             if blank:
                 self._blank.add(len(self.pieces) - 1)
-        self._answer_late()
+        self._offered(len(self.pieces) - 1)
         return len(self.pieces) - 1
 
     def is_blank(self, number: int) -> bool:
@@ -93,7 +93,7 @@ class Pull:
         """This rank's piece has its next values, after a fence."""
         with self._lock:
             self.editions[number] += 1
-        self._answer_late()
+        self._offered(number)
 
     def replace(self, number: int, values: Tensor) -> Tensor:
         """Offer other values; ranks that have not come so far still get the earlier ones. Result: this rank's piece."""
@@ -103,13 +103,19 @@ class Pull:
                 piece.copy_(values)
             elif piece.device.type == "cpu":  # may be on its way just now
                 self._old[number, self.editions[number]] = piece
-                self.pieces[number] = values.clone()
+                self.pieces[number] = self.comm.pool.zeros(piece.numel(), piece.dtype, piece.device).copy_(values)
             else:
                 self._old[number, self.editions[number]] = piece.to("cpu")
                 piece.copy_(values)
             self.editions[number] += 1
-        self._answer_late()
+        self._offered(number)
         return self.pieces[number]
+
+    def _offered(self, number: int) -> None:
+        """Others can have a piece in a new edition."""
+        if self.comm.shared is not None and self.pieces[number].device.type == "cpu":
+            self.comm.shared.offer(number, self.editions[number], self.pieces[number])
+        self._answer_late()
 
     def fence(self, name: str) -> list[list[int]]:
         """Return when every rank has come here, having let go of all it fetched: each rank's editions, to compare."""
@@ -124,27 +130,50 @@ class Pull:
 
     def fetch(self, number: int, flat: Tensor, bounds: Sequence[int]) -> Fetch:
         """Begin to bring the other ranks' pieces into `flat`, at `bounds`."""
+        others = [(self.comm.rank + k) % self.comm.world for k in range(1, self.comm.world)]
+        others = [peer for peer in others if bounds[peer + 1] > bounds[peer]]
+        if self.comm.shared is not None and flat.device.type == "cpu":
+            edition = self.editions[number]
+            return Fetch(self.comm, lambda: self._copy(number, edition, flat, bounds, others))
+        return Fetch(self.comm, self._request(number, self.editions[number], flat, bounds, others))
+
+    def _copy(self, number: int, edition: int, flat: Tensor, bounds: Sequence[int], others: list[int]) -> None:
+        """Take pieces from where they lie in shared memory."""
+        assert self.comm.shared is not None
+        for peer in others:
+            there = flat[bounds[peer] : bounds[peer + 1]]
+            piece = self.comm.shared.piece(peer, number, edition, there.numel(), there.dtype)
+            if piece is None:
+                self._request(number, edition, flat, bounds, [peer])()
+            else:
+                there.copy_(piece)
+                self.comm.count_sent("gather", there.numel() * there.element_size())
+
+    def _request(
+        self, number: int, edition: int, flat: Tensor, bounds: Sequence[int], others: list[int]
+    ) -> Callable[[], None]:
+        """Ask for pieces; the result returns when they have come."""
         host = flat if flat.device.type == "cpu" else torch.empty(flat.shape, dtype=flat.dtype)
         works: list[tuple[dist.Work, int]] = []
-        for k in range(1, self.comm.world):
-            peer = (self.comm.rank + k) % self.comm.world
-            if bounds[peer + 1] > bounds[peer]:
-                self._serial += 1
-                tag = 1 + self._serial % (_TAGS - 1)
-                with peer_errors(peer):
-                    there = host[bounds[peer] : bounds[peer + 1]]
-                    work = dist.irecv(there, peer, group=self.group, tag=tag)
-                    assert work is not None
-                    works.append((work, peer))
-                    self._ask(peer, [number, tag, self.editions[number]])
+        for peer in others:
+            self._serial += 1
+            tag = 1 + self._serial % (_TAGS - 1)
+            with peer_errors(peer):
+                work = dist.irecv(host[bounds[peer] : bounds[peer + 1]], peer, group=self.group, tag=tag)
+                assert work is not None
+                works.append((work, peer))
+                self._ask(peer, [number, tag, edition])
 
         def land() -> None:
+            for work, peer in works:
+                with peer_errors(peer):
+                    work.wait()
             if host is not flat:
                 low, high = bounds[self.comm.rank], bounds[self.comm.rank + 1]
                 flat[:low].copy_(host[:low])
                 flat[high:].copy_(host[high:])
 
-        return Fetch(self.comm, works, land)
+        return land
 
     def close(self) -> None:
         """Say that this rank asks no more, and answer until all ranks have said so, or one waits for it in vain."""

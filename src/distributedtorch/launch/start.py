@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distributedtorch.core import where
 from distributedtorch.core.comm import Comm
+from distributedtorch.core.shared import share
 from distributedtorch.core.step import Loop
 from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
@@ -84,6 +85,7 @@ def join_world() -> World:
         adopt.before_destroy(_before_leaving)
     join(place, device_type=accelerator())
     world.comm = Comm(place.rank, place.world)
+    world.comm.share(*share(place.rank, place.world, client(60), record.say))
     world.loop = Loop(world.comm)
     world.joined = True
     atexit.register(world.comm.close)

@@ -49,7 +49,7 @@ class Cell:
         return slice(self.bucket.bounds[0], self.bucket.bounds[-1])
 
     def arrived(self) -> bool:
-        return self.pending is not None and self.pending.done.is_set()
+        return self.pending is not None and self.pending.arrived()
 
 
 Send = Callable[[Cell, Tensor, Sequence[int]], Pending]
@@ -72,7 +72,7 @@ class Collect:
         self.params, self.slabs, self.comm, self.send, self.keep = params, slabs, comm, send, keep
         self.arrived = arrived
         self.where: dict[int, tuple[int, Slot]] = {s.index: (k, s) for k, slab in enumerate(slabs) for s in slab.slots}
-        self.flats = [slab.empty() for slab in slabs] if keep else []
+        self.flats = [comm.pool.zeros(slab.numel, slab.dtype, slab.device) for slab in slabs] if keep else []
         self.views = [self._view(index) for index in range(len(params))] if keep else []
         self.cells = [
             Cell(k, bucket, f"{name}/{k}.{b}") for k, slab in enumerate(slabs) for b, bucket in enumerate(slab.buckets)
@@ -185,7 +185,7 @@ class Collect:
     def _memory(self, cell: Cell) -> Tensor:
         if cell.buffer is None:
             slab = self.slabs[cell.slab]
-            cell.buffer = self.comm.borrow(cell.span.stop - cell.span.start, slab.dtype, slab.device)
+            cell.buffer = self.comm.pool.borrow(cell.span.stop - cell.span.start, slab.dtype, slab.device, shared=True)
         return cell.buffer
 
     def _complete(self, cell: Cell) -> Tensor:
@@ -235,6 +235,9 @@ class Collect:
 
     def land(self) -> None:
         """Wait until everything sent has arrived."""
+        for cell in self.travelling:
+            assert cell.pending is not None
+            cell.pending.advance()
         while self.travelling:
             self._land(self.travelling.popleft())
 
@@ -245,7 +248,7 @@ class Collect:
         if self.arrived is not None:
             self.arrived(cell)
         if cell.buffer is not None:
-            self.comm.give_back([cell.buffer])
+            self.comm.pool.give_back([cell.buffer])
             cell.buffer = None
 
     def _view(self, index: int) -> Tensor:

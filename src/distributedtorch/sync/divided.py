@@ -34,7 +34,7 @@ class Unit:
         self.params = [params[slot.index] for slot in slab.slots]
         low, high = slab.bounds[memory.comm.rank : memory.comm.rank + 2]
         self.range = slice(low, high)
-        self.own = torch.zeros(high - low, dtype=slab.dtype, device=slab.device)
+        self.own = memory.comm.pool.zeros(high - low, slab.dtype, slab.device)
         self.flat: Tensor | None = None
         """All of it, while it is here."""
         self.fetch: Fetch | None = None
@@ -47,7 +47,7 @@ class Unit:
         self.absent = _nowhere(slab)
         blank = all(is_empty(param) for param in self.params)
         if not blank:
-            flat = move_in(slab, params)
+            flat = move_in(slab, params, slab.empty())
             self.own.copy_(flat[self.range])
         self._show(self.absent)
         self.number = memory.pull.offer(self.own, blank=blank)  # others may ask from now on
@@ -70,7 +70,7 @@ class Unit:
         """Begin to gather it."""
         if self.flat is None:
             slab = self.slab
-            self.flat = self.memory.comm.borrow(slab.numel, slab.dtype, slab.device)
+            self.flat = self.memory.comm.pool.borrow(slab.numel, slab.dtype, slab.device)
             self._show([slot.view(self.flat) for slot in slab.slots])
             AT[self.flat.untyped_storage()._cdata] = self
         if self.memory.pull.is_blank(self.number):
@@ -123,7 +123,7 @@ class Unit:
         if not self.lookers():
             self._show(self.absent)
             del AT[flat.untyped_storage()._cdata]
-            self.memory.comm.give_back([flat])
+            self.memory.comm.pool.give_back([flat])
             self.flat = None
 
 

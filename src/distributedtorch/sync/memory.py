@@ -51,7 +51,7 @@ class Replicated(Memory):
         self, params: Sequence[nn.Parameter], names: Sequence[str], slabs: Sequence[Slab], comm: Comm, name: str
     ) -> None:
         self.params, self.names, self.slabs, self.comm, self.name = params, names, slabs, comm, name
-        self.flats = [move_in(slab, params) for slab in slabs]
+        self.flats = [move_in(slab, params, comm.pool.zeros(slab.numel, slab.dtype, slab.device)) for slab in slabs]
 
     def fence(self) -> None:
         for slab, flat in zip(self.slabs, self.flats, strict=True):
@@ -73,6 +73,8 @@ class Replicated(Memory):
                 name = f"parameters/{self.name}/{k}.{b}"
                 waits.append(self.comm.all_gather(name, self.flats[k], bucket.bounds))
         for pending in waits:
+            pending.advance()
+        for pending in waits:
             pending.wait()
         torch.autograd.graph.increment_version(self.params)
 
@@ -80,9 +82,8 @@ class Replicated(Memory):
         return sum(p.numel() * p.element_size() for p in self.params)
 
 
-def move_in(slab: Slab, params: Sequence[nn.Parameter]) -> Tensor:
+def move_in(slab: Slab, params: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
     """Move parameters into one flat memory; they stay the same objects with the same shapes and strides."""
-    flat = slab.empty()
     for slot in slab.slots:
         param = params[slot.index]
         view = slot.view(flat)

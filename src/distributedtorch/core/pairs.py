@@ -1,0 +1,192 @@
+"""Exchanges of tensors in host memory made of direct sends and receives between pairs of ranks, over gloo.
+
+Each is posted under a tag made of the exchange's logical name and its count. So a rank that is in another exchange can
+never be taken for a partner: both wait, and the watch names them. The sum is taken in rank order on the owner of each
+range: bit-identical on all ranks and over runs, and the same bits under every plan.
+
+Bytes sent by a rank, for a buffer of B bytes over N ranks: reduce-scatter B(N-1)/N, all-gather B(N-1)/N, all-reduce
+2B(N-1)/N. (gloo's own reduce-scatter sends as much as its all-reduce.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributedtorch.core.errors import PeerError
+from distributedtorch.core.pool import Pool
+
+_CHANNEL_BITS, _COUNT_BITS = 14, 16
+_SUM = 1 << _CHANNEL_BITS + _COUNT_BITS
+"""In a tag: the second half of an all-reduce."""
+
+
+class Posted:
+    """One exchange under way."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.last: Callable[[], None] = lambda: None
+
+    def advance(self, *, wait: bool) -> None:
+        """Nothing to do: the progress thread does this rank's part."""
+
+    def ends(self) -> bool:
+        """Whether `finish` would hardly wait."""
+        return self.done.is_set()
+
+    def finish(self) -> None:
+        """Return when the result is in place."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        self.last()
+
+
+class Pairs:
+    """This rank's sends and receives."""
+
+    def __init__(self, rank: int, world: int, pool: Pool) -> None:
+        self.rank, self.world, self.pool = rank, world, pool
+        self._counts: dict[str, int] = defaultdict(int)
+        self._jobs: queue.SimpleQueue[tuple[Posted, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool) -> Posted:
+        """Post what can be posted now; the progress thread sums and posts the rest."""
+        posted, tag = Posted(), self._tag(name)
+        mine = slice(bounds[self.rank], bounds[self.rank + 1])
+        own = mine.stop - mine.start
+        if out is None:
+            works = self._gather_posts(flat, bounds, tag)
+            self._hand_over(posted, lambda: wait_all(works))
+            return posted
+        parts = {k: self.pool.borrow(own, flat.dtype) for k in self._others()} if own else {}
+        received = list(parts.values())
+        receives = [_post(dist.irecv, part, k, tag) for k, part in parts.items()]
+        theirs = [(flat[bounds[k] : bounds[k + 1]], k) for k in self._others() if bounds[k + 1] > bounds[k]]
+        sends = [_post(dist.isend, piece, k, tag) for piece, k in theirs]
+        # A rank sends its sum when all parts of it have come, so the sum may be received over what was sent.
+        sums = [_post(dist.irecv, piece, k, tag | _SUM) for piece, k in theirs] if gather else []
+
+        def finish() -> None:
+            wait_all(receives)
+            if own:
+                parts[self.rank] = flat[mine]
+                _sum_in_order([parts[k] for k in range(self.world)], out)
+                self.pool.give_back(received)
+                if gather:
+                    sends.extend(_post(dist.isend, flat[mine], k, tag | _SUM) for k in self._others())
+            posted.last = lambda: wait_all(sends + sums)
+
+        self._hand_over(posted, finish)
+        return posted
+
+    def exchange(self, name: str, mine: Tensor) -> Callable[[], Tensor]:
+        """Every rank's `mine`, stacked, when the result is called."""
+        out = torch.empty((self.world, *mine.shape), dtype=mine.dtype)
+        out[self.rank] = mine
+        bounds = [mine.numel() * k for k in range(self.world + 1)]
+        works = self._gather_posts(out.view(-1), bounds, self._tag(name))
+
+        def finish() -> Tensor:
+            wait_all(works)
+            return out
+
+        return finish
+
+    def broadcast(self, name: str, host: Tensor, root: int) -> None:
+        """Give every rank `root`'s values."""
+        tag = self._tag(name)
+        if self.rank == root:
+            wait_all([_post(dist.isend, host, k, tag) for k in self._others()])
+        else:
+            wait_all([_post(dist.irecv, host, root, tag)])
+
+    def close(self) -> None:
+        """End the progress thread; it may be held by a rank that is gone, so not for ever."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=1.0)
+
+    def _gather_posts(self, flat: Tensor, bounds: Sequence[int], tag: int) -> Works:
+        mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
+        theirs = [(flat[bounds[k] : bounds[k + 1]], k) for k in self._others() if bounds[k + 1] > bounds[k]]
+        receives = [_post(dist.irecv, piece, k, tag) for piece, k in theirs]
+        return receives + ([_post(dist.isend, mine, k, tag) for k in self._others()] if mine.numel() else [])
+
+    def _hand_over(self, posted: Posted, finish: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._progress, name="distributedtorch-exchange", daemon=True)
+            self._thread.start()
+        self._jobs.put((posted, finish))
+
+    def _progress(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            posted, run = job
+            try:
+                run()
+            except BaseException as error:
+                posted.error = error
+            done = posted.done
+            del job, posted, run  # before anyone goes on: gloo's handles must not be freed while Python ends
+            done.set()
+
+    def _others(self) -> list[int]:
+        """The other ranks, each rank beginning after itself so that not all talk to one."""
+        return [(self.rank + k) % self.world for k in range(1, self.world)]
+
+    def _tag(self, name: str) -> int:
+        self._counts[name] += 1
+        channel = zlib.crc32(name.encode()) & ((1 << _CHANNEL_BITS) - 1)
+        return channel << _COUNT_BITS | (self._counts[name] & ((1 << _COUNT_BITS) - 1))
+
+
+Works = list[tuple["dist.Work | None", int]]
+
+
+def wait_all(works: Works) -> None:
+    """Wait for sends and receives, each with the rank it is about."""
+    for work, peer in works:
+        with peer_errors(peer):
+            if work is not None:
+                work.wait()
+
+
+@contextlib.contextmanager
+def peer_errors(peer: int) -> Iterator[None]:
+    """A block in which an error of the connection means that `peer` is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _gone(peer, error) from None
+
+
+def _post(call: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int) -> tuple[dist.Work | None, int]:
+    with peer_errors(peer):
+        return call(tensor, peer, tag=tag), peer
+
+
+def _gone(peer: int, error: RuntimeError) -> PeerError:
+    said = str(error).splitlines()[0]
+    said = said.split("] ", 1)[-1].split(". This is typically")[0]
+    return PeerError(f"rank {peer} is gone or out of reach ({said})")
+
+
+def _sum_in_order(parts: list[Tensor], out: Tensor) -> None:
+    total = parts[0]
+    for part in parts[1:-1]:
+        total.add_(part)
+    torch.add(total, parts[-1], out=out)
