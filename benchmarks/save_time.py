@@ -65,18 +65,18 @@ def inside(folder: Path, rounds: int) -> None:
     step()
     rows: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
-        ours, theirs, copied = folder / "ours", folder / f"dcp-{number}", folder / f"cp-{number}"
-        rows["dt.save"].append(timed(lambda: dt.save(ours, keep=1)))  # noqa: B023
+        ours, theirs, copied = folder / f"ours-{number}", folder / f"dcp-{number}", folder / f"cp-{number}"
+        rows["dt.save"].append(timed(lambda: dt.save(ours)))  # noqa: B023
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         rows["torch.distributed.checkpoint"].append(timed(lambda: dcp.save(state, checkpoint_id=theirs)))  # noqa: B023
         newest = next(ours.glob("*-step-*"))
         rows["cp and flush"].append(timed(lambda: copy(newest, copied) if dt.is_main() else None))  # noqa: B023
         rows["a step"].append(timed(step))
-        under_way = dt.save(ours, keep=1, wait=False)
+        under_way = dt.save(ours, wait=False)
         under_way.wait()
         rows["held by dt.save(wait=False)"].append(under_way.stalled)
         with contextlib.redirect_stderr(None):
-            dt.resume(folder / "every", save_every=1, keep=1)
+            dt.resume(folder / "every", save_every=1)
         step()
         behind.STATE.every.steps = 1 << 30  # one is enough
         step()
@@ -86,13 +86,11 @@ def inside(folder: Path, rounds: int) -> None:
         behind.STATE.every = None
         dt.barrier()
         if dt.is_main():
-            shutil.rmtree(folder / "every")
-        if dt.is_main():
-            for path in (theirs, copied):
+            size = sum(file.stat().st_size for file in newest.iterdir())
+            for path in (folder / "every", ours, theirs, copied):
                 shutil.rmtree(path)
         dt.barrier()
     if dt.is_main():
-        size = sum(file.stat().st_size for file in next(ours.glob("*-step-*")).iterdir())
         found = {name: values[1:] for name, values in rows.items()}  # the first of each warms up
         (folder / "rows.json").write_text(json.dumps({"bytes": size, "seconds": found}))
 
