@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -17,9 +15,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import forked
 from tests.conformance import cases as c
 
-ROOT = Path(__file__).parents[2]
+ROOT = forked.ROOT
 LIMIT = {"float64": 1e-9}
 ORDERS = range(5)
 """Orders of the rows in a batch: 0 as given, the others permuted."""
@@ -41,14 +40,9 @@ def run_world(
     todo, done = folder / f"todo{world}.json", folder / f"done{world}.jsonl"
     todo.write_text(json.dumps([asdict(case) for case in chosen]))
     done.unlink(missing_ok=True)
-    environ = {**os.environ, "DISTRIBUTEDTORCH_BUCKET_BYTES": str(c.BUCKET_BYTES), "OMP_NUM_THREADS": "1"}
-    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'src'}"
-    environ["DISTRIBUTEDTORCH_SHARED"] = str(int(shared))
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world)]
-    command += ["-m", "tests.conformance.pool", str(todo), str(done)]
-    ended = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    environ = {"DISTRIBUTEDTORCH_BUCKET_BYTES": str(c.BUCKET_BYTES), "DISTRIBUTEDTORCH_SHARED": str(int(shared))}
+    module = ("tests.conformance.pool", str(todo), str(done))
+    ended = forked.run(world, *module, cwd=folder, timeout=timeout, environ=environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [json.loads(row) for row in done.read_text().splitlines()]
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.conformance.cases import PLANS
-from tests.conformance.matrix import ROOT
 from tests.conformance.tables import LOOPS
 
 
 def run(world: int, folder: Path, *module: str, bucket_bytes: int = 1024, shared: bool = True) -> list[dict[str, Any]]:
     done = folder / "done.jsonl"
-    environ = {**os.environ, "DISTRIBUTEDTORCH_BUCKET_BYTES": str(bucket_bytes), "OMP_NUM_THREADS": "1"}
-    environ |= {"PYTHONPATH": str(ROOT), "DISTRIBUTEDTORCH_SHARED": str(int(shared))}
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world), "-m", module[0]]
-    command += [str(done) if word == "DONE" else word for word in module[1:]]
-    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    environ = {"DISTRIBUTEDTORCH_BUCKET_BYTES": str(bucket_bytes), "DISTRIBUTEDTORCH_SHARED": str(int(shared))}
+    words = [str(done) if word == "DONE" else word for word in module]
+    ended = forked.run(world, *words, cwd=folder, timeout=300, environ=environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [json.loads(row) for row in done.read_text().splitlines()]
 

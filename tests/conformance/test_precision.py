@@ -6,25 +6,19 @@ process shows when it computes its batches in parts.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests import forked
 from tests.conformance.cases import PLANS, difference
-from tests.conformance.matrix import ROOT
 from tests.conformance.precision_pool import OVERFLOW, PARTS, WORDS
 
 
 def run(world: int, folder: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world)]
-    command += ["-m", "tests.conformance.precision_pool", str(folder)]
-    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    ended = forked.run(world, "tests.conformance.precision_pool", str(folder), cwd=folder)
     assert ended.returncode == 0, ended.stderr
 
 

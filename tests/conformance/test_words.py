@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
 
+from tests import forked
 from tests.conformance.cases import PLANS, difference
-from tests.conformance.matrix import ROOT
 from tests.conformance.words_pool import TEXTS
 
 
 def run(world: int, folder: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world)]
-    command += ["-m", "tests.conformance.words_pool", str(folder)]
-    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    ended = forked.run(world, "tests.conformance.words_pool", str(folder), cwd=folder)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -5,31 +5,23 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from distributedtorch.core import segment
+from tests import forked
 
-ROOT = Path(__file__).parents[2]
 
-
-def pool(world: int, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world), "-m", "tests.core.shared_pool"]
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-    command += words
-    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=100, check=False)
+def pool(world: int, *words: str) -> subprocess.CompletedProcess[str]:
+    return forked.run(world, "tests.core.shared_pool", *words)
 
 
 @pytest.mark.timeout(120)
 def test_every_exchange_to_the_bit() -> None:
     runs = ((2, ("gloo",)), (3, ("gloo",)), (4, ()))
-    with ThreadPoolExecutor(2) as two:
-        ended = list(two.map(lambda run: pool(run[0], *run[1]), runs))
-    for (_, words), one in zip(runs, ended, strict=True):
+    for world, words in runs:
+        one = pool(world, *words)
         assert one.returncode == 0, one.stderr
         assert f"{348 if words else 174} exchanges, all to the bit" in one.stdout
 

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.evaluate import pool
 from tests.evaluate.cases import classified, names
 from tests.evaluate.refusals import REFUSALS
 from tests.evaluate.sabotage import SABOTAGES
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(world: int, folder: Path) -> list[dict[str, Any]]:
     done = folder / "done.jsonl"
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world), "-m", "tests.evaluate.pool"]
-    ended = subprocess.run(
-        [*command, str(done)], cwd=folder, env=environ, capture_output=True, text=True, timeout=170, check=False
-    )
+    environ = {"PYTHONWARNINGS": "ignore"}
+    ended = forked.run(world, "tests.evaluate.pool", str(done), cwd=folder, timeout=170, environ=environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [json.loads(row) for row in done.read_text().splitlines()]
 
