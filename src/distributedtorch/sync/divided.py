@@ -146,6 +146,7 @@ class Divided(Memory):
         self.after: dict[tuple[Any, Any], Unit] = {}
         """What was used after a trail: to be fetched ahead the next time."""
         self.lent: list[Unit] = []
+        self._wholes: dict[int, nn.Parameter] = {}
         self.comm.before_waiting.append(self.settle)
         ALL.append(self)
         for slab in slabs:
@@ -203,7 +204,12 @@ class Divided(Memory):
         return self.units[slab].own
 
     def whole(self, param: nn.Parameter, slot: Slot, piece: Tensor) -> Tensor:
-        return piece.as_strided(slot.shape, slot.stride)
+        """The same object in every step, with what the user's has: optimizers may know it by identity."""
+        view = piece.as_strided(slot.shape, slot.stride)
+        known = self._wholes.setdefault(id(param), nn.Parameter(view))
+        known.data = view
+        known.__dict__.update({name: value for name, value in vars(param).items() if not name.startswith("_")})
+        return known
 
     def agree(self) -> None:
         for unit in self.units:
