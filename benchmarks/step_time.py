@@ -136,7 +136,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": commit.stdout.strip(),
-        "command": "python " + " ".join(sys.argv),
+        "command": "python " + " ".join(Path(word).name if Path(word).is_absolute() else word for word in sys.argv),
     }
 
 
