@@ -3,8 +3,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test lint matrix bench failures chaos clean
-.PHONY: bench-exchange
-.PHONY: soak
+.PHONY: bench-exchange bench-gpu soak
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -35,6 +34,11 @@ failures: .venv/.ready      ## every kind of failure 20 times: seconds, rank nam
 
 bench-exchange: .venv/.ready ## the exchange alone beside gloo, Open MPI, DeepSpeed and memcpy (needs mpirun and mpicc)
 	$(BIN)/python -m benchmarks.exchange --rounds 40
+
+OUT ?= .
+bench-gpu:                  ## on a machine with a GPU and torch: every GPU script, results in OUT; about half an hour
+	for script in gpu gpu_memory gpu_precision gpu_checkpoint gpu_train gpu_nccl gpu_tax; do \
+		PYTHONPATH=src:. $(PYTHON) benchmarks/$$script.py $(OUT) || exit 1; done
 
 soak: .venv/.ready          ## shared memory: 1,000 kills, 20 stops, 10 million exchanges, limits; about an hour
 	$(BIN)/python -m benchmarks.shared_faults --limits --stops 20 --kills 1000 --soak 10000000

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ import torch
 from torch import nn
 
 import distributedtorch as dt
-from benchmarks.step_time import ROOT, machine
 from distributedtorch.core.errors import RankError
 from distributedtorch.core.world import here
 from distributedtorch.launch.record import step_of
 
+ROOT = Path(__file__).parents[1]
 PLANS = ("ddp", "zero1", "zero2", "zero3")
 MIB = 1 << 20
 SECONDS_TO_END, SECONDS_TO_NAME, SECONDS_HUNG = 5.0, 1.0, 60
@@ -64,15 +65,78 @@ def uptime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def train(plan: str, folder: Path, victim: int, act: str, delay: float) -> int:
+@dataclass
+class Run:
+    """What came of a run."""
+
+    folder: Path
+    noted: Noted
+    value: Any = None
+    """What rank 0 returned."""
+    error: Exception | None = None
+    ended: float = 0.0
+    """When it was over."""
+    faults: list[str] = field(default_factory=list)
+    """What it has left behind."""
+
+    def raised(self) -> list[str]:
+        return [f"{type(self.error).__name__}: {self.error}"] if self.error else []
+
+
+@contextlib.contextmanager
+def ran(
+    function: Callable[..., Any],
+    *args: Any,
+    workers: int,
+    noted: Noted | None = None,
+    shm: bool = True,
+    seconds: float = SECONDS_TO_END,
+) -> Iterator[Run]:
+    """A run in an empty folder, which the block may look at.
+
+    Args:
+        function: What the ranks do, with `args`.
+        workers: How many there are.
+        noted: Takes what is printed.
+        shm: Whether nobody else makes files in /dev/shm, so that new ones are left by this run.
+        seconds: How long everything has to go.
+    """
+    with workplace() as folder:
+        run = Run(folder, noted or Noted())
+        before, fds = set(os.listdir("/dev/shm")), descriptors()
+        try:
+            with limited(SECONDS_HUNG), contextlib.redirect_stderr(run.noted), contextlib.redirect_stdout(run.noted):
+                run.value = dt.launch(function, *args, workers=workers)
+        except Exception as error:
+            run.error = error
+        run.ended = uptime()
+        run.faults = leftovers(folder, before if shm else None, fds, seconds)
+        yield run
+
+
+def misnamed(run: Run, victim: int) -> list[str]:
+    """Faults in how a run ended whose victim was killed."""
+    if run.error is None:
+        return ["nobody was missed"]
+    if not isinstance(run.error, RankError):
+        return run.raised()
+    if run.error.rank != victim or "SIGKILL" not in str(run.error):
+        return [f"named rank {run.error.rank}: {str(run.error).replace(str(run.folder), '.')[:600]}"]
+    return []
+
+
+def note_segments() -> None:
+    """In a rank: leave word of the segments that it has mapped, for `leftovers`."""
+    Path(f"segments.{dt.rank()}").write_text(" ".join(mapped("self")))
+
+
+def train(plan: str, victim: int, act: str, delay: float) -> int:
     """A tiny model in a tight loop, until this is ended from outside or the stopped rank goes on.
 
     The victim is acted upon `delay` seconds after the loop began; below 0, so long after the ranks have joined.
     """
-    mark = folder / "mark"
-    shared = here().comm.shared
-    if shared is not None:
-        (folder / f"segment.{dt.rank()}").write_text(str(os.fstat(shared.own.fd).st_ino))
+    mark = Path.cwd() / "mark"
+    note_segments()
     words = act.format(pid=os.getpid(), mark=mark, stopped=SECONDS_STOPPED)
     command = ["/bin/sh", "-c", f"sleep {abs(delay):.4f}; {words}"]
     if dt.rank() == victim and delay < 0:  # while the ranks make themselves ready
@@ -122,34 +186,40 @@ def children() -> list[int]:
     return [int(word) for word in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
-def holders(inodes: set[int]) -> list[str]:
-    """Processes with a descriptor of one of these segments."""
+def mapped(process: str) -> set[str]:
+    """Inodes of the segments that a process has mapped."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "/memfd:distributedtorch" in line}
+
+
+def holders(inodes: set[str]) -> list[str]:
+    """Processes with one of these segments mapped, or with a descriptor of it."""
     found = []
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if os.readlink(link).startswith("/memfd:distributedtorch") and link.stat().st_ino in inodes:
-                found.append(str(link))
+            found += [f"a segment in {process}"] if mapped(process.name) & inodes else []
+        for link in process.glob("fd/*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(link).startswith("/memfd:distributedtorch") and str(link.stat().st_ino) in inodes:
+                    found.append(str(link))
     return found
-
-
-def mapped_here() -> int:
-    return Path("/proc/self/maps").read_text().count("/memfd:distributedtorch")
 
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def leftovers(folder: Path, shm: set[str], fds: int) -> list[str]:
+def leftovers(folder: Path, shm: set[str] | None, fds: int, seconds: float) -> list[str]:
     """What a run has left behind, once everything had time to go."""
-    until = time.monotonic() + SECONDS_TO_END
+    until = time.monotonic() + seconds
     while children() and time.monotonic() < until:
         time.sleep(0.005)
     faults = [f"process {pid} is left" for pid in children()]
-    faults += [f"{link} is left" for link in holders({int(f.read_text()) for f in folder.glob("segment.*")})]
-    faults += [f"/dev/shm/{name} is left" for name in set(os.listdir("/dev/shm")) - shm]
+    inodes = {inode for file in folder.glob("segments.*") for inode in file.read_text().split()}
+    faults += [f"{what} is left" for what in holders(inodes)]
+    faults += [f"/dev/shm/{name} is left" for name in set(os.listdir("/dev/shm")) - shm] if shm is not None else []
     faults += [f"{descriptors() - fds} descriptors of the caller are left"] if descriptors() > fds else []
-    faults += ["a segment is still mapped in the caller"] if mapped_here() else []
+    faults += ["a segment is still mapped in the caller"] if mapped("self") else []
     for path in folder.rglob("*"):
         kind = path.lstat().st_mode
         faults += [f"{path.name} is left"] if stat.S_ISSOCK(kind) or stat.S_ISFIFO(kind) else []
@@ -171,23 +241,13 @@ def kill_once(draw: random.Random) -> dict[str, Any]:
     world, plan = draw.randint(2, 4), draw.choice(PLANS)
     victim, delay = draw.randrange(world), draw.uniform(-0.05, 0.4)
     row: dict[str, Any] = {"ranks": world, "plan": plan, "victim": victim, "delay": round(delay, 4), "faults": []}
-    noted = Noted()
-    with workplace() as folder:
-        shm, fds = set(os.listdir("/dev/shm")), descriptors()
-        try:
-            with limited(SECONDS_HUNG), contextlib.redirect_stderr(noted):
-                dt.launch(train, plan, folder, victim, AT_ONCE, delay, workers=world)
-            row["faults"].append("nobody was missed")
-        except RankError as error:
-            if error.rank != victim or "SIGKILL" not in str(error):
-                row["faults"].append(f"named rank {error.rank}: {str(error).replace(str(folder), '.')[:600]}")
-        except Exception as error:
-            row["faults"].append(f"{type(error).__name__}: {error}")
-        row["seconds"] = uptime() - float((folder / "mark").read_text() or "nan")
-        row["step"] = max([step_of(run, victim) or 0 for run in folder.glob(".dtorch/*")], default=0)
+    with ran(train, plan, victim, AT_ONCE, delay, workers=world) as run:
+        row["faults"] += misnamed(run, victim)
+        row["seconds"] = run.ended - float((run.folder / "mark").read_text() or "nan")
+        row["step"] = max([step_of(one, victim) or 0 for one in run.folder.glob(".dtorch/*")], default=0)
         if row["seconds"] > SECONDS_TO_END:
             row["faults"].append(f"over after {row['seconds']:.1f} s")
-        row["faults"] += leftovers(folder, shm, fds)
+        row["faults"] += run.faults
     return row
 
 
@@ -215,25 +275,27 @@ def rate(times: int) -> str:
     return f"supports a rate below {3 / times:.2g} (95%)"
 
 
+def said_stopped(run: Run) -> list[tuple[float, str]]:
+    return [(at, line) for at, line in run.noted.lines if "is stopped" in line]
+
+
+def unnamed(run: Run, victim: int, stopped: float, seconds: float = SECONDS_TO_NAME) -> list[str]:
+    """Faults in what a run said of its victim, stopped at a time."""
+    said = said_stopped(run)
+    late = ["not named in time"] if not said or said[0][0] - stopped > seconds else []
+    return late + [line for _, line in said if f"rank {victim} is stopped" not in line]
+
+
 def stop_once(draw: random.Random) -> dict[str, Any]:
     world, plan = draw.randint(2, 4), draw.choice(PLANS)
     victim, delay = draw.randrange(world), draw.uniform(0.1, 0.5)
     row: dict[str, Any] = {"ranks": world, "plan": plan, "victim": victim, "faults": []}
-    noted = Noted()
-    with workplace() as folder:
-        shm, fds = set(os.listdir("/dev/shm")), descriptors()
-        try:
-            with limited(SECONDS_HUNG), contextlib.redirect_stderr(noted):
-                row["steps"] = dt.launch(train, plan, folder, victim, FOR_A_WHILE, delay, workers=world)
-        except Exception as error:
-            row["faults"].append(f"{type(error).__name__}: {error}")
-        stopped = float((folder / "mark").read_text() or "nan")
-        said = [(at, line) for at, line in noted.lines if "is stopped" in line]
-        row["seconds"] = [round(at - stopped, 2) for at, _ in said]
-        if not said or said[0][0] - stopped > SECONDS_TO_NAME:
-            row["faults"].append("not named in time")
-        row["faults"] += [line for _, line in said if f"rank {victim} is stopped" not in line]
-        row["faults"] += leftovers(folder, shm, fds)
+    with ran(train, plan, victim, FOR_A_WHILE, delay, workers=world) as run:
+        row["faults"] += run.raised()
+        row["steps"] = run.value
+        stopped = float((run.folder / "mark").read_text() or "nan")
+        row["seconds"] = [round(at - stopped, 2) for at, _ in said_stopped(run)]
+        row["faults"] += [*unnamed(run, victim, stopped), *run.faults]
     return row
 
 
@@ -258,6 +320,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     from benchmarks.shared_limits import limits, soak
+    from benchmarks.step_time import machine
 
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     path = ROOT / "benchmarks/results/shared_faults.json"

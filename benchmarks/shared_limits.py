@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import distributedtorch as dt
-from benchmarks.shared_faults import MIB, SECONDS_HUNG, Noted, descriptors, leftovers, limited, tiny, workplace
+from benchmarks.shared_faults import MIB, descriptors, ran, tiny, workplace
 from distributedtorch.core.world import here
 
 
@@ -63,14 +64,20 @@ def soak(number: int) -> dict[str, Any]:
 
 def learn(data_workers: int) -> list[torch.Tensor]:
     """In a rank: a few steps; the weights they end with."""
-    model, optimizer = tiny()
+    model, optimizer, loader = dt.distribute(*tiny(), rows(data_workers), plan="zero2")
+    return steps(model, optimizer, loader)
+
+
+def rows(data_workers: int) -> DataLoader[Any]:
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
-    loader = DataLoader(TensorDataset(x), batch_size=32, num_workers=data_workers)
-    model, optimizer, loader = dt.distribute(model, optimizer, loader, plan="zero2")
+    return DataLoader(TensorDataset(x), batch_size=32, num_workers=data_workers)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any]) -> list[torch.Tensor]:
     for _ in range(3):
-        for (rows,) in loader:
+        for (x,) in loader:
             optimizer.zero_grad()
-            model(rows).square().mean().backward()
+            model(x).square().mean().backward()
             optimizer.step()
     return list(model.state_dict().values())
 
@@ -125,23 +132,17 @@ LIMITS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[None]], i
 
 def limits() -> dict[str, Any]:
     """What cannot be had is done without, with the reason in the printed line, and the same weights to the bit."""
-    rows: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     plain: list[torch.Tensor] = []
     for name, (within, world, data_workers, words) in LIMITS.items():
-        noted, faults = Noted(), []
-        with workplace() as folder:
-            shm, fds = set(os.listdir("/dev/shm")), descriptors()
-            try:
-                with within(), limited(SECONDS_HUNG), contextlib.redirect_stderr(noted):
-                    weights = dt.launch(learn, data_workers, workers=world)
-                plain = plain or weights
-                same = all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
-                faults += [] if same or world != 2 else ["other weights than with nothing in the way"]
-            except Exception as error:
-                faults.append(f"{type(error).__name__}: {error}")
-            faults += leftovers(folder, shm, fds)
-        said = next((line for line in noted.lines if " workers (" in line[1]), (0.0, noted.text()))[1]
+        with within(), ran(learn, data_workers, workers=world) as run:
+            faults = run.raised()
+            plain = plain or run.value
+            same = run.error is None and all(torch.equal(a, b) for a, b in zip(plain, run.value, strict=True))
+            faults += [] if same or world != 2 else ["other weights than with nothing in the way"]
+            faults += run.faults
+        said = next((line for line in run.noted.lines if " workers (" in line[1]), (0.0, run.noted.text()))[1]
         faults += [] if words in said else [f"it said {said!r}"]
         print(f"{name}: {faults or 'as it should be'} ({said})")
-        rows[name] = {"ranks": world, "said": said.partition(" · other ranks")[0], "faults": faults}
-    return {"faults": sum(bool(row["faults"]) for row in rows.values()), "rows": rows}
+        table[name] = {"ranks": world, "said": said.partition(" · other ranks")[0], "faults": faults}
+    return {"faults": sum(bool(row["faults"]) for row in table.values()), "rows": table}

@@ -64,7 +64,15 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     syncs: list[Sync] = []
     if dense or not rows:
         said = [names[id(p)] for p in dense]
-        part = Trained(params=dense, names=said, optimizer=given, models=models, name=number, block=plan.block)
+        part = Trained(
+            params=dense,
+            names=said,
+            optimizer=given,
+            models=models,
+            name=number,
+            block=plan.block,
+            share=plan.share,
+        )
         syncs.append(build(part, plan.sync, world))
     if rows:
         said = [names[id(p)] for p in rows]
@@ -94,13 +102,13 @@ def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> 
                 loop.add(made or Ddp(params, names, None, world.comm, kind), 1)
 
 
-def frozen(models: list[nn.Module], plan: Plan, world: World, divide: Callable[..., Any]) -> None:
-    """Divide parameters that nothing trains too."""
+def frozen(models: list[nn.Module], treat: Callable[[list[nn.Parameter], list[str]], Any]) -> None:
+    """Treat parameters that nothing trains as the plan says."""
     kept = [(n, p) for m in models for n, p in m.named_parameters() if type(p) is nn.Parameter and not p.requires_grad]
     once = {id(p): (n, p) for n, p in kept}
     if once:
         names, params = (list(column) for column in zip(*once.values(), strict=True))
-        divide(params, names, models, world, whole=False, block=plan.block)
+        treat(params, names)
 
 
 def _through(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,7 +213,10 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
     if world.size > 1:
         attach.rest(models, [*RUN.optimizers, *given.optimizers], world)
         if plan.sync == "zero3":
-            attach.frozen(given.models, plan, world, recipes.divide)
+            divide = partial(recipes.divide, models=given.models, world=world, whole=False, block=plan.block)
+            attach.frozen(given.models, divide)
+        elif plan.share:
+            attach.frozen(given.models, partial(recipes.keep_once, world=world))
 
 
 Fill = Callable[[World, str], None]

@@ -88,6 +88,12 @@ MENU: dict[str, Recipe] = {
         holds="fewer activations: those inside recomputed modules are not kept",
         travels=UNCHANGED,
     ),
+    "share": Recipe(
+        traits=Traits(places="host", accepts=("flat",)),
+        summary="The ranks of a host look at the same parameters; each updates its range of them in place.",
+        holds="parameters Ψ over the ranks of its host",
+        travels="as without it, less the gather of parameters inside a host; two fences around the update",
+    ),
     "block": Recipe(
         traits=Traits(),
         summary="Which modules are gathered under zero3, and recomputed under recompute, one at a time.",

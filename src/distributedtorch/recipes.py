@@ -11,12 +11,14 @@ from torch import nn
 
 from distributedtorch.core.blocks import block_of_each, blocks_in
 from distributedtorch.core.bucket import lay_out
+from distributedtorch.core.shared import EACH_ITS_OWN
 from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.world import World
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.divided import Divided
 from distributedtorch.sync.memory import Memory, Replicated
+from distributedtorch.sync.once import OncePerHost
 from distributedtorch.sync.optimizers import owns_whole
 from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
@@ -33,7 +35,10 @@ def _zero(stage: int) -> Callable[[Trained, World], Sync]:
         if stage == 3:
             memory = divide(params, names, trained.models, world, whole=whole, block=trained.block)
         else:
-            memory = Replicated(params, names, lay_out(params, world.size, whole=whole), world.comm, name)
+            kind = OncePerHost if trained.share and world.comm.unshared != EACH_ITS_OWN else Replicated
+            memory = kind(params, names, lay_out(params, world.size, whole=whole), world.comm, name)
+            if isinstance(memory, OncePerHost):
+                world.undo.append(memory.close)
         return Zero(params, names, trained.optimizer, name, memory, eager=stage > 1, whole=whole)
 
     return build
@@ -59,6 +64,13 @@ def divide(
     memory = Divided(params, names, slabs, groups.values(), world.pull())
     world.undo.append(watch(memory, models, blocks))
     return memory
+
+
+def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> None:
+    """Keep parameters that nothing trains once per host."""
+    if world.comm.unshared != EACH_ITS_OWN:
+        memory = OncePerHost(params, names, lay_out(params, world.size, whole=False), world.comm, f"frozen/{names[0]}")
+        world.undo.append(memory.close)
 
 
 def sync(trained: Trained, word: str, world: World) -> Sync:

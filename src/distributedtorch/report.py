@@ -68,6 +68,8 @@ def _exchange(world: World) -> str:
     backend = str(dist.get_backend())
     if backend != "gloo":
         return backend
+    if world.comm.hosts:
+        return f"shared memory inside {len(world.comm.hosts.groups)} hosts, gloo across,"
     return "shared memory" if world.comm.shared else f"gloo (no shared memory: {world.comm.unshared})"
 
 

@@ -25,6 +25,7 @@ from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.stream import State, from_plain, install
 from distributedtorch.run import RUN
 from distributedtorch.sync import divided
+from distributedtorch.sync import once as once_per_host
 
 _SHOWN = 5
 
@@ -155,7 +156,8 @@ class Stored:
         self._random()
 
     def _models(self) -> None:
-        kept = divided.kept() if divided.ALL else {}
+        places = [part for part in (divided, once_per_host) if part.ALL]
+        kept = {key: place for part in places for key, place in part.kept().items()}
         params: dict[str, nn.Parameter] = {}
         for model, saved in zip(self.models, self.saved, strict=True):
             named = dict(model.named_parameters(remove_duplicate=False))
@@ -176,8 +178,8 @@ class Stored:
                 raise CheckpointError(explain(said, "a state_dict that load_state_dict takes back", "mend the hooks"))
         for _, buffer, value in self._expanded():
             once(buffer.detach()).copy_(once(value, buffer))
-        if kept:
-            divided.fence()
+        for part in places:
+            part.fence()
         for key in sorted(params, key=self.reader.where):
             param = params[key]
             if id(param) in kept:
@@ -191,10 +193,9 @@ class Stored:
                         self._fill(key, tuple(param.stride()), 0, flat)
                     else:
                         param.copy_(self.reader.whole(key))
-        if kept:
-            divided.refilled()
-        else:
-            torch.autograd.graph.increment_version(list(params.values()))
+        for part in places:
+            part.refilled()
+        torch.autograd.graph.increment_version(list(params.values()))
 
     def _expanded(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Buffers that torch cannot load because many of their elements share memory, each with what was saved."""

@@ -23,10 +23,10 @@ def state(result: Any) -> dict[str, torch.Tensor]:
 
 
 def main(done: Path, names: list[str]) -> None:
-    """Run the loops named, or all; a first name such as `plans=ddp,zero3` says under which plans."""
+    """Run the loops named, or all; a first name such as `plans=ddp;zero2,share` says under which plans."""
     plans: Sequence[str] = PLANS
     if names and names[0].startswith("plans="):
-        plans, names = names[0].removeprefix("plans=").split(","), names[1:]
+        plans, names = names[0].removeprefix("plans=").split(";"), names[1:]
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     for name in names or LOOPS:

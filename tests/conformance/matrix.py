@@ -20,6 +20,8 @@ from tests.conformance import cases as c
 
 ROOT = forked.ROOT
 LIMIT = {"float64": 1e-9}
+WAYS = ("shared", "gloo", "hosts", "share", "hosts,share")
+"""Through shared memory; over gloo; as if the ranks were on two hosts (three ranks or more); with the word `share`."""
 ORDERS = range(5)
 """Orders of the rows in a batch: 0 as given, the others permuted."""
 
@@ -34,14 +36,16 @@ def write_truths(trainings: list[c.Training], folder: Path) -> None:
 
 
 def run_world(
-    world: int, chosen: list[c.Case], folder: Path, timeout: float = 600, *, shared: bool = True
+    world: int, chosen: list[c.Case], folder: Path, timeout: float = 600, *, way: str = "shared"
 ) -> list[dict[str, object]]:
-    """Train `chosen` in one pool of `world` processes, through shared memory or not; a result row per case."""
+    """Train `chosen` in one pool of `world` processes, exchanging in one of WAYS; a result row per case."""
     todo, done = folder / f"todo{world}.json", folder / f"done{world}.jsonl"
     todo.write_text(json.dumps([asdict(case) for case in chosen]))
     done.unlink(missing_ok=True)
-    environ = {"DISTRIBUTEDTORCH_BUCKET_BYTES": str(c.BUCKET_BYTES), "DISTRIBUTEDTORCH_SHARED": str(int(shared))}
-    module = ("tests.conformance.pool", str(todo), str(done))
+    environ = {"DISTRIBUTEDTORCH_BUCKET_BYTES": str(c.BUCKET_BYTES), "DISTRIBUTEDTORCH_SHARED": str(int(way != "gloo"))}
+    hosts = ",".join(str(rank % 2) for rank in range(world))
+    module = [*(["tests.hosts", hosts] if "hosts" in way else []), "tests.conformance.pool", str(todo), str(done)]
+    module += ["share"] if "share" in way.split(",") else []
     ended = forked.run(world, *module, cwd=folder, timeout=timeout, environ=environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [json.loads(row) for row in done.read_text().splitlines()]
@@ -61,7 +65,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worlds", type=int, nargs="*", default=list(c.WORLDS))
     parser.add_argument("--dtypes", nargs="*", default=["float64", "float32"])
-    parser.add_argument("--ways", nargs="*", default=["shared"], help="shared, gloo: each gives the bits of the first")
+    parser.add_argument(
+        "--ways", nargs="*", choices=WAYS, default=["shared"], help="all are to give the bits of the first"
+    )
     given = parser.parse_args()
     trainings = [training for dtype in given.dtypes for training in c.all_trainings(dtype)]
     faults, total, worst = [], 0, dict.fromkeys(given.dtypes, 0.0)
@@ -70,9 +76,7 @@ def main() -> int:
         write_truths(trainings, folder)
         for world in given.worlds:
             chosen = [c.Case(training, plan, world) for training in trainings for plan in c.PLANS]
-            rows, *again = (
-                run_world(world, chosen, folder, timeout=7200, shared=way == "shared") for way in given.ways
-            )
+            rows, *again = (run_world(world, chosen, folder, timeout=7200, way=way) for way in given.ways)
             assert len(rows) == len(chosen)
             for other, way in zip(again, given.ways[1:], strict=True):
                 differ = [case for a, b, case in zip(rows, other, chosen, strict=True) if a["bits"] != b["bits"]]

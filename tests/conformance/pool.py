@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from distributedtorch.distribute import release
 from tests.conformance import cases as c
 
 
-def main(todo: Path, done: Path) -> None:
+def main(todo: Path, done: Path, words: Sequence[str]) -> None:
+    """Train; `words` join the plans that they go with."""
     torch.set_num_threads(1)
     for row in json.loads(todo.read_text()):
         case = c.Case(c.Training(**row["training"]), row["plan"], row["world"])
-        model = c.train(case.training, partial(dt.distribute, plan=c.plan_of(case)))
+        plan = ",".join((c.plan_of(case), *(words if case.plan in ("zero1", "zero2") else ())))
+        model = c.train(case.training, partial(dt.distribute, plan=plan))
         state = model.state_dict()
         gap, where = c.difference(load_file(todo.parent / f"{case.training.name}-0.safetensors"), state)
         bits = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in state.values())).hexdigest()
@@ -34,4 +37,4 @@ def main(todo: Path, done: Path) -> None:
 
 if __name__ == "__main__":
     dt.barrier()
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from distributedtorch import decide
-from distributedtorch.core import batches
+from distributedtorch.core import batches, once
 from distributedtorch.core.comm import Comm
 from distributedtorch.sync import batchnorm, optimizers
 from distributedtorch.sync.gradient import Held
@@ -60,6 +60,10 @@ def decisions_stay_local() -> None:
     decide._of_all = lambda name, value: [value]
 
 
+def edits_stay_unseen() -> None:
+    once.Once.edited = lambda self: int(self._pages[-1])  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (
@@ -70,6 +74,7 @@ SABOTAGES: dict[str, Callable[[], None]] = {
         batchnorm_stays_local,
         adafactor_on_pieces,
         decisions_stay_local,
+        edits_stay_unseen,
     )
 }
 

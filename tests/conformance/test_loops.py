@@ -28,14 +28,16 @@ ALL = bool(os.environ.get("DISTRIBUTEDTORCH_TEST_ALL"))
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("world", "plans", "shared"), [(2, ("ddp", "zero3"), False), (3, ("zero1", "zero2"), True)])
+@pytest.mark.parametrize(
+    ("world", "plans", "shared"), [(2, ("ddp", "zero3"), False), (3, ("zero1", "zero2,share"), True)]
+)
 def test_loops_end_as_in_one_process(world: int, plans: tuple[str, ...], shared: bool, tmp_path: Path) -> None:
-    plans = PLANS if ALL else plans
-    rows = run(world, tmp_path, "tests.conformance.loops_pool", "DONE", f"plans={','.join(plans)}", shared=shared)
+    plans = (*PLANS, "zero1,share", "zero2,share") if ALL and shared else PLANS if ALL else plans
+    rows = run(world, tmp_path, "tests.conformance.loops_pool", "DONE", f"plans={';'.join(plans)}", shared=shared)
     assert {(r["loop"], r["plan"]) for r in rows} == {(name, plan) for name in LOOPS for plan in plans}
     assert not [r for r in rows if not r["difference"] <= 1e-9]
     irregular = {r["plan"]: r["counts"] for r in rows if r["loop"] == "irregular_windows"}
-    every_backward = irregular["zero3" if "zero3" in plans else "zero2"]["reduce-scatter"]
+    every_backward = irregular["zero3" if "zero3" in plans else "zero2,share"]["reduce-scatter"]
     assert irregular.get("ddp", {"all-reduce": 0})["all-reduce"] < 0.7 * every_backward
     assert irregular.get("zero1", {"reduce-scatter": 0})["reduce-scatter"] < 0.7 * every_backward
 
@@ -49,6 +51,7 @@ def test_loops_end_as_in_one_process(world: int, plans: tuple[str, ...], shared:
         ("gradients_stay_local", "l2_in_the_loss", "ddp"),
         ("rows_stay_local", "tables_under_adagrad", "ddp"),
         ("decisions_stay_local", "plateau_on_local_losses", "zero1"),
+        ("edits_stay_unseen", "clamp_weights_after_step", "zero2,share"),
     ],
 )
 def test_broken_builds_are_caught(sabotage: str, loop: str, plan: str, tmp_path: Path) -> None:

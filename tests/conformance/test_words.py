@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.conformance.cases import PLANS, difference
-from tests.conformance.words_pool import TEXTS
+from tests.conformance.words_pool import TEXTS, WITH
 
 
 def run(world: int, folder: Path) -> None:
@@ -30,3 +30,6 @@ def test_every_pair_of_words(tmp_path: Path) -> None:
         for plan in PLANS:
             found = load_file(tmp_path / f"{plan},{text}-3.safetensors")
             assert difference(truth, found)[0] <= 1e-9, (plan, text)
+            if text in WITH.get(plan, ()):
+                found = load_file(tmp_path / f"{plan},{text},share-3.safetensors")
+                assert difference(truth, found)[0] <= 1e-9, (plan, text, "share")

@@ -21,6 +21,8 @@ from tests.conformance.loops import adam, rows
 
 WORDS = ("accumulate=2", "batch=4", "clip=0.05", "recompute")
 TEXTS = sorted({",".join(dict.fromkeys(pair)) for pair in combinations([*WORDS, *WORDS], 2)})
+WITH = {"zero1": WORDS[:2], "zero2": WORDS[2:]}
+"""What `share` goes with: every word under one of its plans."""
 
 
 def train(plan: str) -> nn.Module:
@@ -69,7 +71,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     for plan in PLANS if dt.world() > 1 else PLANS[:1]:
-        for text in TEXTS:
+        for text in [*TEXTS, *(f"{word},share" for word in WITH.get(plan, ()))]:
             state = {name: tensor.contiguous() for name, tensor in train(f"{plan},{text}").state_dict().items()}
             if dt.is_main():
                 save_file(state, folder / f"{plan},{text}-{dt.world()}.safetensors")

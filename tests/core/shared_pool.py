@@ -15,6 +15,7 @@ from torch import Tensor
 import distributedtorch as dt
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.shared import Shared
+from distributedtorch.core.transfer import BEGUN
 from distributedtorch.core.world import here
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -37,7 +38,13 @@ def cuts(numel: int, world: int, serial: int) -> list[int]:
     return [0, *sorted(torch.randint(0, numel + 1, (world - 1,), generator=draw).tolist()), numel]
 
 
-def summed(parts: list[Tensor]) -> Tensor:
+def summed(parts: list[Tensor], comm: Comm) -> Tensor:
+    """In rank order; on several hosts each host's sum first."""
+    groups = comm.hosts.groups if comm.hosts is not None else [range(comm.world)]
+    return in_order([in_order([parts[rank] for rank in group]) for group in groups])
+
+
+def in_order(parts: list[Tensor]) -> Tensor:
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -54,7 +61,7 @@ def compare(comm: Comm, numel: int, dtype: torch.dtype, serial: int, *, inside: 
     parts = [drawn(k, numel, dtype, serial) for k in range(comm.world)]
     bounds, mine = cuts(numel, comm.world, serial), parts[comm.rank]
     low, high = bounds[comm.rank], bounds[comm.rank + 1]
-    total, name = summed(parts), f"{serial % 5}"  # names come again with other sizes
+    total, name = summed(parts, comm), f"{serial % 5}"  # names come again with other sizes
     flat, second = memory(comm, mine, inside), memory(comm, mine, inside)
     both = [comm.all_reduce(f"sum {name}", flat, bounds), comm.reduce_scatter(f"part {name}", second, bounds)]
     for pending in both:
@@ -81,13 +88,58 @@ def compare(comm: Comm, numel: int, dtype: torch.dtype, serial: int, *, inside: 
     return 6
 
 
-def compare_all(comm: Comm, shared: Shared | None) -> int:
-    comm.share(shared, "")
+def compare_all(comm: Comm) -> int:
     done = 0
     for serial, (dtype, numel) in enumerate(CASES):
-        inside = shared is not None and (serial % 3 == 0 or (serial % 3 == 1 and comm.rank == 0))
+        inside = comm.shared is not None and (serial % 3 == 0 or (serial % 3 == 1 and comm.rank == 0))
         done += compare(comm, numel, dtype, serial, inside=inside)
     return done
+
+
+def disorder(comm: Comm) -> None:
+    """Exchanges that the ranks begin in other orders come to an end, and to the right one."""
+    flats = [memory(comm, torch.full((1000 * k + 1,), float(comm.rank + k)), inside=k % 2 == 0) for k in range(5)]
+    order = [(k * (1 + comm.rank % 2) + comm.rank) % 5 for k in range(5)]
+    evenly = [[flat.numel() * k // comm.world for k in range(comm.world + 1)] for flat in flats]
+    begun = {k: comm.all_reduce(f"disorder {k}", flats[k], evenly[k]) for k in order}
+    for k in range(5):
+        begun[k].wait()
+    for k, flat in enumerate(flats):
+        assert torch.equal(flat, torch.full_like(flat, sum(rank + k for rank in range(comm.world)))), f"disorder {k}"
+
+
+def help_while_waiting(comm: Comm) -> None:
+    """A rank that waits in a small exchange still does its part of a large one, for which the others wait first."""
+    assert comm.shared is not None
+    flat = torch.ones(100_000)
+    evenly = [flat.numel() * k // comm.world for k in range(comm.world + 1)]
+    line = comm.shared.line("large")
+    if comm.rank != 0 and comm.place(0) is not None and line is not None:
+        while not comm.shared.board.reached(0, line, BEGUN, 1):  # rank 0 begins first: it cannot do its part at once
+            pass
+    large = comm.reduce_scatter("large", flat, evenly)
+    if comm.rank == 0:
+        comm.exchange("small", torch.ones(1))
+        large.wait()
+    else:
+        large.wait()
+        comm.exchange("small", torch.ones(1))
+    mine = flat[evenly[comm.rank] : evenly[comm.rank + 1]]
+    assert torch.equal(mine, torch.full_like(mine, comm.world))
+
+
+def wait_between_begins(comm: Comm) -> None:
+    """Some ranks have begun two exchanges when others finish the second before they begin the first."""
+    one, two = (torch.full((comm.world,), float(comm.rank)) for _ in range(2))
+    bounds = list(range(comm.world + 1))
+    if comm.rank in (0, comm.world - 1):
+        first, second = comm.all_gather("first", one, bounds), comm.all_gather("second", two, bounds)
+        second.wait()
+        first.wait()
+    else:
+        comm.all_gather("second", two, bounds).wait()
+        comm.all_gather("first", one, bounds).wait()
+    assert one.tolist() == two.tolist() == list(range(comm.world))
 
 
 def drop_last(sum_range: Callable[..., None]) -> Callable[..., None]:
@@ -102,16 +154,21 @@ def drop_last(sum_range: Callable[..., None]) -> Callable[..., None]:
 def main() -> None:
     dt.barrier()
     comm = here().comm
-    shared = comm.shared
-    assert shared is not None, comm.unshared
+    assert comm.shared is not None, comm.unshared
     if "sabotage" in sys.argv:
         Shared.sum_range = drop_last(Shared.sum_range)  # type: ignore[method-assign]
-    done = compare_all(comm, None) if "gloo" in sys.argv else 0
-    done += compare_all(comm, shared)
+    done = compare_all(comm)
+    if "disorder" in sys.argv:
+        disorder(comm)
+        help_while_waiting(comm)
+        wait_between_begins(comm)
     order = torch.tensor([[1.0], [1e-8], [-1.0]]).repeat(comm.world, 1)[: comm.world]  # where the order shows
     flat = order[comm.rank].clone()
     comm.all_reduce("order", flat, [0, *[1] * comm.world]).wait()
-    assert torch.equal(flat, summed(list(order)))
+    assert torch.equal(flat, summed(list(order), comm))
+    if "gloo" in sys.argv:
+        comm.share(None, [], "a test")
+        done += compare_all(comm)
     dt.print(f"{done} exchanges, all to the bit")
 
 

@@ -13,17 +13,25 @@ from distributedtorch.core import segment
 from tests import forked
 
 
-def pool(world: int, *words: str) -> subprocess.CompletedProcess[str]:
-    return forked.run(world, "tests.core.shared_pool", *words)
+def pool(world: int, *words: str, hosts: str = "") -> subprocess.CompletedProcess[str]:
+    return forked.run(world, *(["tests.hosts", hosts] if hosts else []), "tests.core.shared_pool", *words)
 
 
 @pytest.mark.timeout(120)
 def test_every_exchange_to_the_bit() -> None:
-    runs = ((2, ("gloo",)), (3, ("gloo",)), (4, ()))
+    runs = ((2, ("gloo", "disorder")), (3, ("gloo",)), (4, ("disorder",)))
     for world, words in runs:
         one = pool(world, *words)
         assert one.returncode == 0, one.stderr
-        assert f"{348 if words else 174} exchanges, all to the bit" in one.stdout
+        assert f"{348 if 'gloo' in words else 174} exchanges, all to the bit" in one.stdout
+
+
+@pytest.mark.timeout(120)
+def test_every_exchange_to_the_bit_on_several_hosts() -> None:
+    for hosts in ("0,1,0,1", "0,1,1"):
+        one = pool(len(hosts) // 2 + 1, "disorder", hosts=hosts)
+        assert one.returncode == 0, one.stderr
+        assert "174 exchanges, all to the bit" in one.stdout
 
 
 @pytest.mark.timeout(120)

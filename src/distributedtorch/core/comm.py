@@ -1,8 +1,9 @@
 """The one place that parts ask for exchanges: named, counted, timed, and seen by the watch.
 
-Tensors in host memory go through memory that the ranks of one host share (`shared`), or else over gloo in pairs
-(`pairs`); both sum in rank order, so the result has the same bits. CUDA tensors go through NCCL's collectives where the
-world has it; else they are staged through host memory.
+Tensors in host memory go through memory that the ranks of one host share (`shared`), on several hosts through that
+inside and over gloo across (`hosts`), or else over gloo in pairs (`pairs`). The first and the last sum in rank order:
+the same bits. CUDA tensors go through NCCL's collectives where the world has it; else they are staged through host
+memory.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distributedtorch.core.errors import DesyncError
+from distributedtorch.core.hosts import Hosts, Relayed
 from distributedtorch.core.pairs import Pairs, Posted, Works, wait_all
 from distributedtorch.core.pool import Pool
-from distributedtorch.core.shared import Shared, Transfer
+from distributedtorch.core.shared import Shared
+from distributedtorch.core.transfer import Brief, Job, Transfer
+
+# torch 2.13 has other names for the same calls.
+_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass
@@ -41,7 +49,7 @@ class Pending:
 
     def __init__(self, comm: Comm, kind: str, name: str) -> None:
         self.comm, self.kind, self.name = comm, kind, name
-        self.work: Posted | Transfer | None = None
+        self.work: Posted | Transfer | Brief | Relayed | None = None
         self.tail: list[Callable[[], None]] = []
 
     def arrived(self) -> bool:
@@ -68,7 +76,7 @@ class Comm:
     """The exchanges of one rank with its world."""
 
     def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.alone = rank, world, world == 1
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self.waiting: tuple[str, float] | None = None
         """The exchange the training thread is held in, and since when (monotonic); read by the watch."""
@@ -79,13 +87,16 @@ class Comm:
         self.pool = Pool()
         self.pairs = Pairs(rank, world, self.pool)
         self.shared: Shared | None = None
-        """Memory shared with the others, where all ranks are on one host."""
+        """Memory shared with the ranks of this host."""
+        self.hosts: Hosts | None = None
+        """How they exchange with those of other hosts, where there are any."""
         self.unshared = ""
-        """Why there is none."""
+        """Why there is no shared memory."""
 
-    def share(self, shared: Shared | None, reason: str) -> None:
-        """Exchange through shared memory from now on, or say why not."""
+    def share(self, shared: Shared | None, groups: Sequence[Sequence[int]], reason: str) -> None:
+        """Exchange through shared memory from now on, inside each host, or say why not."""
         self.shared, self.unshared = shared, reason
+        self.hosts = Hosts(self.rank, groups, shared) if shared is not None and len(groups) > 1 else None
         self.pool.own = shared.own if shared is not None else None
         if shared is not None:
             shared.pool = self.pool
@@ -93,7 +104,10 @@ class Comm:
     # The exchanges a part asks for.
 
     def reduce_scatter(self, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None = None) -> Pending:
-        """Sum `flat` over ranks; afterwards `out`, or else this rank's piece of `flat`, holds the result."""
+        """Sum `flat` over ranks; afterwards `out`, or else this rank's piece of `flat`, holds the result.
+
+        What the rest of `flat` holds then is not defined.
+        """
         mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
         if out is not None and not (_direct(flat) and self.world > 1):
             pending = self._begin("reduce-scatter", name, flat, bounds, mine, gather=False)
@@ -110,15 +124,39 @@ class Comm:
         """Spread every rank's piece of `flat` to all."""
         return self._begin("all-gather", name, flat, bounds, None, gather=True)
 
+    def spread(self, name: str, flat: Tensor, bounds: Sequence[int]) -> Pending:
+        """Bring every rank's piece of what exists once per host to the other hosts."""
+        pending = Pending(self, "all-gather", name)
+        if self.hosts is None:
+            return pending
+        hosts, line = self.hosts, self._line(name)
+        own = bounds[self.rank + 1] - bounds[self.rank]
+        self.count_sent("all-gather", own * len(hosts.far) * flat.element_size())
+        if line is None:
+            pending.work = self.pairs.begin(name, flat, bounds, None, gather=True)
+            return pending
+        works = hosts.spread(line, flat, bounds)
+        pending.tail.append(lambda: hosts.waited(lambda: wait_all(works)))
+        return pending
+
     def exchange(self, name: str, mine: Tensor) -> Tensor:
         """Every rank's `mine` (same shape and dtype), stacked in rank order. For small things; holds the caller."""
         return self.exchange_begin(name, mine)()
 
     def exchange_begin(self, name: str, mine: Tensor) -> Callable[[], Tensor]:
-        """As `exchange`, but begun now and finished by calling the result."""
+        """As `exchange`, but begun now and finished by calling the result.
+
+        What lies on a GPU stays there where the world has NCCL: the order of its streams is enough, nobody waits.
+        """
+        if mine.is_cuda and has_nccl():
+            self.count += 1
+            self.count_sent("small", mine.numel() * mine.element_size() * (self.world - 1))
+            out = mine.new_empty((self.world, *mine.shape))
+            work = _gather(out.view(-1), mine.detach().reshape(-1), async_op=True)
+            return lambda: _ended(work, out)
         host = mine.detach().to("cpu").contiguous()
         self.count_sent("small", host.numel() * host.element_size() * (self.world - 1))
-        line = self._line(name)
+        line = self._line(name, everywhere=True)
         if self.shared is not None and line is not None:
             last = self.shared.exchange(line, host)
         else:
@@ -126,7 +164,8 @@ class Comm:
 
         def finish() -> Tensor:
             with self.held("small", name):
-                return last().to(mine.device)
+                found: Tensor = last() if self.hosts is None else self.hosts.waited(last)
+                return found.to(mine.device)
 
         return finish
 
@@ -146,9 +185,11 @@ class Comm:
         host = tensor.detach() if _direct(tensor) else tensor.detach().to("cpu").contiguous()
         others = self.world - 1 if self.rank == root else 0
         self.count_sent("broadcast", host.numel() * host.element_size() * others)
-        line = self._line("broadcast")
+        line = self._line("broadcast", everywhere=True)
         with self.held("broadcast", name):
-            if self.shared is None or line is None:
+            if self.hosts is not None:
+                self.hosts.waited(lambda: self.pairs.broadcast(name, host, root))
+            elif self.shared is None or line is None:
                 self.pairs.broadcast(name, host, root)
             elif not self.shared.broadcast(line, host, root, zlib.crc32(f"{name} from {root}".encode())):
                 raise DesyncError(f"the ranks broadcast different things at once; this one: {name!r}")
@@ -177,9 +218,17 @@ class Comm:
         traffic.count += 1
         traffic.bytes_sent += bytes_sent
 
+    def place(self, peer: int) -> int | None:
+        """A rank's place among those that share memory with this one, if it does."""
+        if self.shared is None or self.hosts is None:
+            return peer if self.shared is not None else None
+        return self.hosts.near.index(peer) if peer in self.hosts.near else None
+
     def close(self) -> None:
         """End what runs beside the training thread."""
         self.pairs.close()
+        if self.hosts is not None:
+            self.hosts.close()
 
     # How they are made.
 
@@ -187,10 +236,10 @@ class Comm:
         self, kind: str, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool
     ) -> Pending:
         pending = Pending(self, kind, name)
-        if self.world == 1:
+        if self.alone:
             return pending
         self.count_sent(kind, self._bytes(flat, bounds, reduce=out is not None, gather=gather))
-        if flat.is_cuda and _has_nccl():
+        if flat.is_cuda and has_nccl():
             self.count += 1
             works = self._nccl(flat, bounds, reduce=out is not None, gather=gather)
             pending.tail.append(lambda: wait_all(works))
@@ -198,8 +247,10 @@ class Comm:
         if not _direct(flat):
             flat, bounds, out = self._staged(pending, flat[bounds[0] : bounds[-1]], bounds, out, gather=gather)
         line = self._line(name)
-        if self.shared is not None and line is not None:
-            pending.work = self.shared.begin(line, flat, bounds, out, gather=gather)
+        if self.hosts is not None and line is not None:
+            pending.work = self.hosts.begin(line, Job(flat, bounds, out, gather))
+        elif self.shared is not None and line is not None:
+            pending.work = self.shared.begin(line, Job(flat, bounds, out, gather))
         else:
             pending.work = self.pairs.begin(name, flat, bounds, out, gather=gather)
         return pending
@@ -220,21 +271,33 @@ class Comm:
         pending.tail.append(back)
         return host, ends, None if out is None else host[mine]
 
-    def _line(self, name: str) -> int | None:
-        """Where an exchange through shared memory is announced; None: it goes over gloo."""
+    def _line(self, name: str, *, everywhere: bool = False) -> int | None:
+        """Where an exchange through shared memory is announced; None: it goes over gloo.
+
+        `everywhere`: it goes through shared memory only where all ranks share it.
+        """
         self.count += 1
+        if everywhere and self.hosts is not None:
+            return None
         return self.shared.line(name) if self.shared is not None else None
 
     def _bytes(self, flat: Tensor, bounds: Sequence[int], *, reduce: bool, gather: bool) -> int:
         """Bytes that this rank gives to others."""
+        if self.hosts is not None:
+            return self.hosts.given(bounds, reduce=reduce, gather=gather) * flat.element_size()
         total, own = bounds[-1] - bounds[0], bounds[self.rank + 1] - bounds[self.rank]
         return ((total - own) * reduce + own * (self.world - 1) * gather) * flat.element_size()
 
     def _nccl(self, flat: Tensor, bounds: Sequence[int], *, reduce: bool, gather: bool) -> Works:
         """The same on NCCL's stream: whole-buffer calls where pieces are equal, one per owner where not."""
-        pieces = [(k, flat[bounds[k] : bounds[k + 1]]) for k in range(self.world) if bounds[k + 1] > bounds[k]]
+        whole, mine = flat[bounds[0] : bounds[-1]], flat[bounds[self.rank] : bounds[self.rank + 1]]
         if reduce and gather:
-            return [(dist.all_reduce(flat[bounds[0] : bounds[-1]], async_op=True), self.rank)]
+            return [(dist.all_reduce(whole, async_op=True), self.rank)]
+        if len({high - low for low, high in pairwise(bounds)}) == 1:
+            if reduce:
+                return [(_scatter(mine, whole, async_op=True), self.rank)]
+            return [(_gather(whole, mine, async_op=True), self.rank)]
+        pieces = [(k, flat[bounds[k] : bounds[k + 1]]) for k in range(self.world) if bounds[k + 1] > bounds[k]]
         if reduce:
             return [(dist.reduce(piece, k, async_op=True), k) for k, piece in pieces]
         return [(dist.broadcast(piece, k, async_op=True), k) for k, piece in pieces]
@@ -265,5 +328,13 @@ def _direct(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _has_nccl() -> bool:
+def _ended(work: dist.Work | None, out: Tensor) -> Tensor:
+    """What an exchange on NCCL's stream gives, for whatever comes later on this one."""
+    if work is not None:
+        work.wait()
+    return out
+
+
+def has_nccl() -> bool:
+    """Whether exchanges of CUDA tensors go through NCCL."""
     return "nccl" in dist.get_backend_config().lower() if hasattr(dist, "get_backend_config") else False

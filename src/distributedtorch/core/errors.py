@@ -30,6 +30,9 @@ class DesyncError(DistributedTorchError):
 class PeerError(DistributedTorchError):
     """Another rank ended or failed. Never the first cause: the supervisor looks further for that."""
 
+    rank: int | None = None
+    """Which one, where that is known."""
+
 
 class RankError(DistributedTorchError):
     """A rank that `dt.launch` started has failed; the text has its traceback."""

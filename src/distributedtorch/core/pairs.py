@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,10 @@ from torch import Tensor
 from distributedtorch.core.errors import PeerError
 from distributedtorch.core.pool import Pool
 
-_CHANNEL_BITS, _COUNT_BITS = 14, 16
-_SUM = 1 << _CHANNEL_BITS + _COUNT_BITS
+_CHANNEL_BITS, _COUNT_BITS = 13, 16
+RELAYED = 1 << _CHANNEL_BITS + _COUNT_BITS
+"""In a tag: the channel is the line of the exchange, not made of its name."""
+RESULT = RELAYED << 1
 """In a tag: the second half of an all-reduce."""
 
 
@@ -38,7 +41,7 @@ class Posted:
         self.last: Callable[[], None] = lambda: None
 
     def advance(self, *, wait: bool) -> None:
-        """Nothing to do: the progress thread does this rank's part."""
+        """Nothing to do: a thread does this rank's part."""
 
     def ends(self) -> bool:
         """Whether `finish` would hardly wait."""
@@ -52,43 +55,82 @@ class Posted:
         self.last()
 
 
+class Beside:
+    """Threads for what can only be waited for: each thing has one to itself, so that none waits behind another."""
+
+    def __init__(self, name: str) -> None:
+        self.name = f"distributedtorch-{name}"
+        self._jobs: queue.SimpleQueue[tuple[Posted, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+
+    def hand_over(self, posted: Posted, finish: Callable[[], None]) -> None:
+        """Do this, and say so to `posted`."""
+        if not self._idle.acquire(blocking=False):
+            self._threads.append(threading.Thread(target=self._run, name=self.name, daemon=True))
+            self._threads[-1].start()
+        self._jobs.put((posted, finish))
+
+    def close(self) -> None:
+        """End the threads; they may be held by a rank that is gone, so not for ever."""
+        until = time.monotonic() + 1.0
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, until - time.monotonic()))
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            posted, run = job
+            try:
+                run()
+            except BaseException as error:
+                posted.error = error
+            done = posted.done
+            del job, posted, run  # before anyone goes on: gloo's handles must not be freed while Python ends
+            self._idle.release()
+            done.set()
+
+
 class Pairs:
     """This rank's sends and receives."""
 
     def __init__(self, rank: int, world: int, pool: Pool) -> None:
         self.rank, self.world, self.pool = rank, world, pool
         self._counts: dict[str, int] = defaultdict(int)
-        self._jobs: queue.SimpleQueue[tuple[Posted, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._progress = Beside("exchange")
 
     def begin(self, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool) -> Posted:
-        """Post what can be posted now; the progress thread sums and posts the rest."""
+        """Post what can be posted now; a thread sums and posts the rest."""
         posted, tag = Posted(), self._tag(name)
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
         own = mine.stop - mine.start
         if out is None:
             works = self._gather_posts(flat, bounds, tag)
-            self._hand_over(posted, lambda: wait_all(works))
+            self._progress.hand_over(posted, lambda: wait_all(works))
             return posted
         parts = {k: self.pool.borrow(own, flat.dtype) for k in self._others()} if own else {}
         received = list(parts.values())
-        receives = [_post(dist.irecv, part, k, tag) for k, part in parts.items()]
+        receives = [post(dist.irecv, part, k, tag) for k, part in parts.items()]
         theirs = [(flat[bounds[k] : bounds[k + 1]], k) for k in self._others() if bounds[k + 1] > bounds[k]]
-        sends = [_post(dist.isend, piece, k, tag) for piece, k in theirs]
+        sends = [post(dist.isend, piece, k, tag) for piece, k in theirs]
         # A rank sends its sum when all parts of it have come, so the sum may be received over what was sent.
-        sums = [_post(dist.irecv, piece, k, tag | _SUM) for piece, k in theirs] if gather else []
+        sums = [post(dist.irecv, piece, k, tag | RESULT) for piece, k in theirs] if gather else []
 
         def finish() -> None:
             wait_all(receives)
             if own:
                 parts[self.rank] = flat[mine]
-                _sum_in_order([parts[k] for k in range(self.world)], out)
+                sum_in_order([parts[k] for k in range(self.world)], out)
                 self.pool.give_back(received)
                 if gather:
-                    sends.extend(_post(dist.isend, flat[mine], k, tag | _SUM) for k in self._others())
+                    sends.extend(post(dist.isend, flat[mine], k, tag | RESULT) for k in self._others())
             posted.last = lambda: wait_all(sends + sums)
 
-        self._hand_over(posted, finish)
+        self._progress.hand_over(posted, finish)
         return posted
 
     def exchange(self, name: str, mine: Tensor) -> Callable[[], Tensor]:
@@ -108,50 +150,37 @@ class Pairs:
         """Give every rank `root`'s values."""
         tag = self._tag(name)
         if self.rank == root:
-            wait_all([_post(dist.isend, host, k, tag) for k in self._others()])
+            wait_all([post(dist.isend, host, k, tag) for k in self._others()])
         else:
-            wait_all([_post(dist.irecv, host, root, tag)])
+            wait_all([post(dist.irecv, host, root, tag)])
 
     def close(self) -> None:
-        """End the progress thread; it may be held by a rank that is gone, so not for ever."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(timeout=1.0)
+        """End the threads."""
+        self._progress.close()
 
     def _gather_posts(self, flat: Tensor, bounds: Sequence[int], tag: int) -> Works:
         mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
         theirs = [(flat[bounds[k] : bounds[k + 1]], k) for k in self._others() if bounds[k + 1] > bounds[k]]
-        receives = [_post(dist.irecv, piece, k, tag) for piece, k in theirs]
-        return receives + ([_post(dist.isend, mine, k, tag) for k in self._others()] if mine.numel() else [])
-
-    def _hand_over(self, posted: Posted, finish: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._progress, name="distributedtorch-exchange", daemon=True)
-            self._thread.start()
-        self._jobs.put((posted, finish))
-
-    def _progress(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            posted, run = job
-            try:
-                run()
-            except BaseException as error:
-                posted.error = error
-            done = posted.done
-            del job, posted, run  # before anyone goes on: gloo's handles must not be freed while Python ends
-            done.set()
+        receives = [post(dist.irecv, piece, k, tag) for piece, k in theirs]
+        return receives + ([post(dist.isend, mine, k, tag) for k in self._others()] if mine.numel() else [])
 
     def _others(self) -> list[int]:
         """The other ranks, each rank beginning after itself so that not all talk to one."""
         return [(self.rank + k) % self.world for k in range(1, self.world)]
 
     def _tag(self, name: str) -> int:
+        """What marks the messages of the next exchange of that name.
+
+        Names may share a channel: what is posted when an exchange begins still comes in order.
+        """
         self._counts[name] += 1
         channel = zlib.crc32(name.encode()) & ((1 << _CHANNEL_BITS) - 1)
         return channel << _COUNT_BITS | (self._counts[name] & ((1 << _COUNT_BITS) - 1))
+
+
+def relayed_tag(line: int, count: int) -> int:
+    """What marks the messages of the n-th exchange on a line of shared memory: no other has it."""
+    return RELAYED | line << _COUNT_BITS | count & ((1 << _COUNT_BITS) - 1)
 
 
 Works = list[tuple["dist.Work | None", int]]
@@ -174,7 +203,8 @@ def peer_errors(peer: int) -> Iterator[None]:
         raise _gone(peer, error) from None
 
 
-def _post(call: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int) -> tuple[dist.Work | None, int]:
+def post(call: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int) -> tuple[dist.Work | None, int]:
+    """Begin a send or a receive."""
     with peer_errors(peer):
         return call(tensor, peer, tag=tag), peer
 
@@ -182,10 +212,13 @@ def _post(call: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag:
 def _gone(peer: int, error: RuntimeError) -> PeerError:
     said = str(error).splitlines()[0]
     said = said.split("] ", 1)[-1].split(". This is typically")[0]
-    return PeerError(f"rank {peer} is gone or out of reach ({said})")
+    lost = PeerError(f"rank {peer} is gone or out of reach ({said})")
+    lost.rank = peer
+    return lost
 
 
-def _sum_in_order(parts: list[Tensor], out: Tensor) -> None:
+def sum_in_order(parts: list[Tensor], out: Tensor) -> None:
+    """The sum, from the first to the last; the first may be overwritten."""
     total = parts[0]
     for part in parts[1:-1]:
         total.add_(part)

@@ -144,6 +144,11 @@ class Plan:
         return self.get("recompute") is not None
 
     @property
+    def share(self) -> bool:
+        """Whether parameters are kept once per host."""
+        return self.get("share") is not None
+
+    @property
     def block(self) -> str | None:
         """The class of the modules that are gathered or recomputed one at a time; None to find them."""
         word = self.get("block")

@@ -132,22 +132,29 @@ class Pull:
         """Begin to bring the other ranks' pieces into `flat`, at `bounds`."""
         others = [(self.comm.rank + k) % self.comm.world for k in range(1, self.comm.world)]
         others = [peer for peer in others if bounds[peer + 1] > bounds[peer]]
-        if self.comm.shared is not None and flat.device.type == "cpu":
-            edition = self.editions[number]
-            return Fetch(self.comm, lambda: self._copy(number, edition, flat, bounds, others))
-        return Fetch(self.comm, self._request(number, self.editions[number], flat, bounds, others))
+        edition = self.editions[number]
+        near = [peer for peer in others if self.comm.place(peer) is not None and flat.device.type == "cpu"]
+        far = [peer for peer in others if peer not in near]
+        land = self._request(number, edition, flat, bounds, far) if far else None
 
-    def _copy(self, number: int, edition: int, flat: Tensor, bounds: Sequence[int], others: list[int]) -> None:
-        """Take pieces from where they lie in shared memory."""
-        assert self.comm.shared is not None
-        for peer in others:
-            there = flat[bounds[peer] : bounds[peer + 1]]
-            piece = self.comm.shared.piece(peer, number, edition, there.numel(), there.dtype)
-            if piece is None:
-                self._request(number, edition, flat, bounds, [peer])()
-            else:
-                there.copy_(piece)
-                self.comm.count_sent("gather", there.numel() * there.element_size())
+        def finish() -> None:
+            for peer in near:
+                self._copy(peer, number, edition, flat, bounds)
+            if land is not None:
+                land()
+
+        return Fetch(self.comm, finish)
+
+    def _copy(self, peer: int, number: int, edition: int, flat: Tensor, bounds: Sequence[int]) -> None:
+        """Take a piece from where it lies in shared memory."""
+        place, there = self.comm.place(peer), flat[bounds[peer] : bounds[peer + 1]]
+        assert self.comm.shared is not None and place is not None
+        piece = self.comm.shared.piece(place, number, edition, there.numel(), there.dtype)
+        if piece is None:
+            self._request(number, edition, flat, bounds, [peer])()
+        else:
+            there.copy_(piece)
+            self.comm.count_sent("gather", there.numel() * there.element_size())
 
     def _request(
         self, number: int, edition: int, flat: Tensor, bounds: Sequence[int], others: list[int]

@@ -72,6 +72,8 @@ class Segment:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
+        self.fd = fd
+        """By which others open it, or private views of it are made; to be closed when nobody will."""
         self.memory = mmap.mmap(fd, size)
         self._whole = memoryview(self.memory)  # tensors hold on to this, and it to the mapping
         self.at = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
@@ -90,6 +92,14 @@ class Segment:
             self._views[key] = found
         return found
 
+    def close(self) -> None:
+        """Nobody else will open it; what is mapped stays."""
+        os.close(self.fd)
+
+    def private(self, offset: int, size: int) -> mmap.mmap:
+        """A view whose writes stay in this process."""
+        return mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE, offset=offset)
+
 
 class Own(Segment):
     """This rank's segment: it hands out blocks."""
@@ -97,14 +107,13 @@ class Own(Segment):
     def __init__(self) -> None:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + _FRONT
         self.pid = os.getpid()
-        self.fd = os.memfd_create("distributedtorch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """By which the others open it: to be closed when they have."""
+        fd = os.memfd_create("distributedtorch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.fd, size)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            super().__init__(self.fd, size)
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            super().__init__(fd, size)
         except BaseException:
-            os.close(self.fd)
+            os.close(fd)
             raise
         self.token = secrets.token_bytes(16)
         self.memory[16:32] = self.token
@@ -157,8 +166,15 @@ class Own(Segment):
 class Board:
     """The lines of all ranks of this host: said by their owners, waited for by the others."""
 
-    def __init__(self, rank: int, segments: Sequence[Segment], pids: Sequence[int], say: Callable[[str], None]) -> None:
-        self.rank, self.segments, self.pids, self.say = rank, segments, pids, say
+    def __init__(
+        self,
+        rank: int,
+        segments: Sequence[Segment],
+        pids: Sequence[int],
+        say: Callable[[str], None],
+        names: Sequence[int],
+    ) -> None:
+        self.rank, self.segments, self.pids, self.say, self.names = rank, segments, pids, say, names
         self.mine = segments[rank]
         self.seconds_to_wait = 1800.0
         self.meanwhile: Callable[[], None] = lambda: None
@@ -170,12 +186,14 @@ class Board:
         for fd in self._watched:
             self._ends.register(fd, select.POLLIN)
         self._stopped: set[int] = set()
+        self._ringing = threading.Lock()
 
     def put(self, line: int, word: int, value: int) -> None:
         """Say how far this rank is, and wake who sleeps."""
         words = self.mine.words
         words[line * _WORDS + word] = value
-        words[_BELL] = (words[_BELL] + 1) & 0xFFFFFFFF
+        with self._ringing:
+            words[_BELL] = (words[_BELL] + 1) & 0xFFFFFFFF
         _syscall(_FUTEX, self.mine.at + 4 * _BELL, _WAKE, 1 << 20, None, 0)
 
     def reached(self, peer: int, line: int, word: int, value: int) -> bool:
@@ -205,9 +223,9 @@ class Board:
             if self.reached(peer, line, word, value):  # who was waiting for the same may have ended since, in order
                 return
             if ended:
-                raise PeerError(f"rank {self._first(ended[0])} is gone (its process has ended)")
+                raise PeerError(f"rank {self._first(self.names[ended[0]])} is gone (its process has ended)")
             if waited > self.seconds_to_wait:
-                raise PeerError(f"rank {peer} has not come for {waited:.0f} s")
+                raise PeerError(f"rank {self.names[peer]} has not come for {waited:.0f} s")
             if waited > _SECONDS_TO_SUSPECT:
                 self._name_stopped()
 
@@ -230,17 +248,22 @@ class Board:
         stopped = {rank for rank, pid in enumerate(self.pids) if is_stopped(pid)}
         first = min(rank for rank in range(len(self.pids)) if rank not in stopped)
         for rank in sorted(stopped - self._stopped) if first == self.rank else ():
-            self.say(f"rank {rank} is stopped (process {self.pids[rank]} got SIGSTOP): the others wait for it")
+            name, pid = self.names[rank], self.pids[rank]
+            self.say(f"rank {name} is stopped (process {pid} got SIGSTOP): the others wait for it")
         self._stopped = stopped
+
+    def blame(self, rank: int) -> None:
+        """Say which rank ended first, before this one ends because of it."""
+        self.mine.words[_BLAMED] = rank + 1
 
     def _first(self, ended: int) -> int:
         """The first cause: a rank that ended because another one had says so in its line."""
         for _ in self.segments:
-            blamed = self.segments[ended].words[_BLAMED]
+            blamed = self.segments[self.names.index(ended)].words[_BLAMED] if ended in self.names else 0
             if not blamed:
                 break
             ended = blamed - 1
-        self.mine.words[_BLAMED] = ended + 1
+        self.blame(ended)
         return ended
 
 
@@ -251,6 +274,12 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
+def host() -> str:
+    """What tells this host from others: containers with another network count as other hosts."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return " ".join((file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))))
+
+
 def make() -> tuple[Own | None, dict[str, Any]]:
     """This rank's segment, and the card by which others of this host find it; or the reason why not."""
     try:
@@ -259,9 +288,7 @@ def make() -> tuple[Own | None, dict[str, Any]]:
         if platform.machine() not in ("x86_64", "AMD64"):
             raise OSError(f"on {platform.machine()} plain stores are not ordered")
         own = Own()
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            host = " ".join((file.read().strip(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))))
-        return own, {"host": host, "pid": os.getpid(), "fd": own.fd, "size": own.size, "token": own.token.hex()}
+        return own, {"host": host(), "pid": os.getpid(), "fd": own.fd, "size": own.size, "token": own.token.hex()}
     except (OSError, ValueError, AttributeError) as error:
         return None, {"reason": str(error)}
 
@@ -272,7 +299,16 @@ def open_all(rank: int, own: Own, cards: Sequence[Mapping[str, Any]]) -> list[Se
     Raises:
         OSError: One of them cannot be had.
     """
-    return [own if k == rank else _open(k, card) for k, card in enumerate(cards)]
+    opened: list[Segment] = []
+    try:
+        for k, card in enumerate(cards):
+            opened.append(own if k == rank else _open(k, card))
+    except BaseException:
+        for other in opened:
+            if other is not own:
+                other.close()
+        raise
+    return opened
 
 
 def _open(rank: int, card: Mapping[str, Any]) -> Segment:
@@ -282,8 +318,9 @@ def _open(rank: int, card: Mapping[str, Any]) -> Segment:
         if stat.st_uid != os.getuid() or stat.st_size != card["size"] or fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS:
             raise OSError(f"the segment of rank {rank} is not what its card says")
         segment = Segment(fd, stat.st_size)
-    finally:
+        if segment.memory[16:32] != bytes.fromhex(card["token"]):
+            raise OSError(f"the segment of rank {rank} is another one")
+    except BaseException:
         os.close(fd)
-    if segment.memory[16:32] != bytes.fromhex(card["token"]):
-        raise OSError(f"the segment of rank {rank} is another one")
+        raise
     return segment

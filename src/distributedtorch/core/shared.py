@@ -7,7 +7,8 @@ ranks: bit-identical on all ranks and over runs, and the same bits as over gloo.
 
 Said per exchange: BEGUN (the data lie there), SUMMED (this rank's range of the sum stands in its memory), READ (this
 rank needs nothing of the others any more). An exchange ends when all ranks have read: from then on each may change its
-memory. No thread is needed: a rank sums what is ready whenever it begins or waits for an exchange.
+memory. No thread is needed: a rank sums what is ready whenever it begins or waits for an exchange. Small ones are
+copied to a box first, so that BEGUN is all that need be said.
 
 Memory moved by a rank, for a buffer of B bytes over N ranks: reduce-scatter reads B and writes B/N, all-gather copies
 B(N-1)/N, all-reduce does both.
@@ -16,10 +17,8 @@ B(N-1)/N, all-reduce does both.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,20 +27,29 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distributedtorch.core import segment
 from distributedtorch.core.pool import Pool
 from distributedtorch.core.segment import LINES, Board, Own, Segment
+from distributedtorch.core.transfer import BEGUN, READ, Brief, Job, Transfer
 
-BEGUN, SUMMED, READ = 0, 1, 2
+EACH_ITS_OWN = "every rank is on a host of its own"
 _NAME = 3
 """Which name a line of several names is used for."""
 _OFFSETS = 2
 """Where data lies, in words of 8 bytes: for even and for odd counts."""
 _EDITIONS = 7
 """How many of a piece's editions can be found: the latest ones."""
+_BRIEF = 1 << 16
+"""Bytes up to which everything is copied and summed by every rank: one meeting rather than three."""
 _CHUNK = 1 << 18
 """Elements that are summed at a time where there are more than two ranks: the running sum stays in the cache."""
 
 
+class UnderWay(Protocol):
+    """An exchange that needs something of this rank from time to time."""
+
+    def advance(self, *, wait: bool) -> bool: ...
+
+
 class Shared:
-    """What this rank shares with the others."""
+    """What this rank shares with the others of its host; ranks are counted among these."""
 
     def __init__(self, rank: int, own: Own, segments: Sequence[Segment], board: Board, number: Callable[[str], int]):
         self.rank, self.world, self.own, self.segments, self.board = rank, len(segments), own, segments, board
@@ -51,9 +59,11 @@ class Shared:
         self._lines: dict[str, int] = {}
         self._counts: dict[int, int] = {}
         self._boxes: dict[int, list[Tensor]] = {}
-        self._open: list[Transfer] = []
+        self._open: list[UnderWay] = []
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.pool = Pool(own)
+        self.kept: list[Tensor] = []
+        """Blocks that must not come free while others may look at them."""
         board.meanwhile = self.poll
 
     def line(self, name: str) -> int | None:
@@ -63,25 +73,37 @@ class Shared:
         line = self._lines[name]
         return line if line < LINES else None
 
-    def begin(self, line: int, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool) -> Transfer:
-        """Begin an exchange; `out` receives this rank's range of the sum, if there is one to take."""
-        low, high = bounds[self.rank], bounds[self.rank + 1]
-        given, first = (flat[low:high], low) if out is None else (flat[bounds[0] : bounds[-1]], bounds[0])
-        outside = given.numel() > 0 and self.own.offset_of(flat) is None
-        staged = self.pool.borrow(given.numel(), flat.dtype, shared=True).copy_(given) if outside else given
-        transfer = Transfer(self, line, Job(flat, bounds, staged, first, out, gather, outside))
+    def begin(self, line: int, job: Job) -> Transfer | Brief:
+        """Begin an exchange."""
+        if (job.bounds[-1] - job.bounds[0]) * job.flat.element_size() <= _BRIEF:
+            return Brief(self, line, job)
+        transfer = Transfer(self, line, job)
+        self.opened(transfer)
+        return transfer
+
+    def opened(self, transfer: UnderWay) -> None:
+        """It is to be advanced whenever this rank begins or waits for anything."""
         self.poll()
         self._open.append(transfer)
-        return transfer
 
     def poll(self) -> None:
         """Do what can be done without waiting."""
         for transfer in self._open:
             transfer.advance(wait=False)
 
+    @property
+    def busy(self) -> bool:
+        """Whether exchanges are under way that may need something of this rank."""
+        return bool(self._open)
+
+    def next(self, line: int) -> int:
+        """The count of a line's next exchange."""
+        count = self._counts[line] = (self._counts.get(line, 0) + 1) & 0xFFFFFFFF
+        return count
+
     def say_begun(self, line: int, data: Tensor, check: int = 0) -> int:
         """This rank's data lies there: result, the count of the exchange."""
-        count = self._counts[line] = (self._counts.get(line, 0) + 1) & 0xFFFFFFFF
+        count = self.next(line)
         self.own.offsets[line * 8 + _OFFSETS + count % 2] = self.own.offset_of(data) or 0
         self.own.words[line * 16 + _NAME] = check
         self.board.put(line, BEGUN, count)
@@ -97,19 +119,23 @@ class Shared:
         for peer in self.others:
             self.board.wait(peer, line, word, count)
 
-    def exchange(self, line: int, mine: Tensor) -> Callable[[], Tensor]:
-        """Every rank's `mine`, stacked, when the result is called. Two boxes take turns."""
-        count = self._counts.get(line, 0)
-        if line in self._counts:
-            self.wait_all(line, BEGUN, count)  # who has begun the last one has read the one before
-        flat = mine.view(-1).view(torch.uint8)
-        boxes = self._boxes.setdefault(line, [])
-        if not boxes or boxes[-1].numel() < flat.numel():
-            room = max(64, 1 << (flat.numel() - 1).bit_length() if flat.numel() else 64)
+    def put(self, line: int, values: Tensor) -> int:
+        """Say that these (dense) values are this rank's: two boxes take turns. Result: the count of the exchange."""
+        last = self._counts.get(line, 0)
+        if last:
+            self.wait_all(line, BEGUN, last)  # who has begun the last one has read the one before
+        size, boxes = values.numel() * values.element_size(), self._boxes.setdefault(line, [])
+        if not boxes or boxes[-1].numel() < size:
+            room = max(64, 1 << (size - 1).bit_length() if size else 64)
             boxes += [self.own.zeros(room, torch.uint8), self.own.zeros(room, torch.uint8)]  # old ones may be read
-        box = boxes[-1 - (count + 1) % 2]
-        box[: flat.numel()].copy_(flat)
-        count = self.say_begun(line, box)
+        box = boxes[-1 - (last + 1) % 2]
+        if size:
+            box[:size].view(values.dtype).copy_(values.view(-1))
+        return self.say_begun(line, box)
+
+    def exchange(self, line: int, mine: Tensor) -> Callable[[], Tensor]:
+        """Every rank's `mine`, stacked, when the result is called."""
+        count = self.put(line, mine)
         out = torch.empty((self.world, *mine.shape), dtype=mine.dtype)
         out[self.rank] = mine
 
@@ -174,124 +200,48 @@ class Shared:
                 total.add_(piece)
             torch.add(total, pieces[-1], out=out[at : at + _CHUNK])
 
-    def ended(self, transfer: Transfer) -> None:
+    def ended(self, transfer: UnderWay) -> None:
         """It needs no more attention."""
         self._open.remove(transfer)
 
 
-@dataclass
-class Job:
-    """What is exchanged."""
+def share(
+    rank: int, world: int, store: Store, say: Callable[[str], None]
+) -> tuple[Shared | None, list[list[int]], str]:
+    """Share memory with all other ranks of this host, if all ranks can with theirs: a group call.
 
-    flat: Tensor
-    """Where the result goes."""
-    bounds: Sequence[int]
-    """Rank k owns elements bounds[k] to bounds[k + 1]."""
-    staged: Tensor
-    """This rank's values in its segment: of all ranges where they are summed, else of its own."""
-    first: int
-    """The element of `flat` that `staged` begins with."""
-    out: Tensor | None
-    """Where this rank's range of the sum goes; None: nothing is summed."""
-    gather: bool
-    """Whether every rank gets all ranges."""
-    outside: bool
-    """Whether `flat` lies outside the segment, so that `staged` was borrowed."""
-
-
-class Transfer:
-    """One exchange under way."""
-
-    def __init__(self, shared: Shared, line: int, job: Job) -> None:
-        self.shared, self.line, self.job = shared, line, job
-        self.low, self.high = job.bounds[shared.rank], job.bounds[shared.rank + 1]
-        self.advanced = False
-        self.count = shared.say_begun(line, job.staged)
-
-    def advance(self, *, wait: bool) -> bool:
-        """Take this rank's range of the sum, or the others' ranges where nothing is summed. Result: whether done."""
-        shared, board = self.shared, self.shared.board
-        if wait:
-            shared.wait_all(self.line, BEGUN, self.count)  # which may do it meanwhile
-        if self.advanced:
-            return True
-        if not all(board.reached(k, self.line, BEGUN, self.count) for k in shared.others):
-            return False
-        self.advanced = True
-        if self.job.out is None:
-            self._spread(BEGUN)
-        else:
-            self._sum(self.job.out)
-            board.put(self.line, SUMMED if self.job.gather else READ, self.count)
-        return True
-
-    def ends(self) -> bool:
-        """Whether `finish` would not wait; not where ranges are still to be copied."""
-        read = (self.shared.board.reached(k, self.line, READ, self.count) for k in self.shared.others)
-        return self.advance(wait=False) and all(read)
-
-    def _sum(self, out: Tensor) -> None:
-        shared, job = self.shared, self.job
-        span = self.low - job.first, self.high - self.low
-        if span[1]:
-            mine = job.staged[span[0] : span[0] + span[1]]
-            parts = [
-                mine if k == shared.rank else shared.data(k, self.line, self.count, span, mine.dtype)
-                for k in range(shared.world)
-            ]
-            shared.sum_range(parts, mine if job.gather else out)
-
-    def _spread(self, word: int) -> None:
-        """Copy the others' ranges as they come."""
-        shared, job = self.shared, self.job
-        for k in shared.others:
-            low, high = job.bounds[k], job.bounds[k + 1]
-            shared.board.wait(k, self.line, word, self.count)
-            if high > low:
-                span = (0 if job.out is None else low - job.first), high - low
-                job.flat[low:high].copy_(shared.data(k, self.line, self.count, span, job.flat.dtype))
-        shared.board.put(self.line, READ, self.count)
-
-    def finish(self) -> None:
-        """Return when the result is in place and nobody reads this rank's memory any more."""
-        job = self.job
-        self.advance(wait=True)
-        if job.out is not None and job.gather:
-            if job.outside:
-                job.out.copy_(job.staged[self.low - job.first : self.high - job.first])
-            self._spread(SUMMED)
-        self.shared.wait_all(self.line, READ, self.count)
-        self.shared.ended(self)
-        if job.outside:
-            self.shared.pool.give_back([job.staged])
-
-
-def share(rank: int, world: int, store: Store, say: Callable[[str], None]) -> tuple[Shared | None, str]:
-    """Share memory with all other ranks, if all can: a group call. Result: that, or nothing and the reason."""
+    Result: that and the ranks of each host, or nothing and the reason.
+    """
     own, card = segment.make()
     cards = _all(rank, world, store, "card", card)
-    hosts = {card.get("host") for card in cards}
     reason = next((card["reason"] for card in cards if "reason" in card), "")
-    if not reason and len(hosts) > 1:
-        reason = "the ranks are on several hosts"
-    if not reason and world > segment.MOST_RANKS:
+    hosts: dict[str, list[int]] = {}
+    for k, one in enumerate(cards):
+        hosts.setdefault(one.get("host", ""), []).append(k)
+    if not reason and len(hosts) == world > 1:
+        reason = EACH_ITS_OWN
+    if not reason and max(map(len, hosts.values())) > segment.MOST_RANKS:
         reason = f"more than {segment.MOST_RANKS} ranks on one host"
+    near = next(ranks for ranks in hosts.values() if rank in ranks)
     segments: list[Segment] = []
     if not reason:
         assert own is not None
+        there = [cards[k] for k in near]
         try:
-            segments = segment.open_all(rank, own, cards)
-            board = Board(rank, segments, [card["pid"] for card in cards], say)
+            segments = segment.open_all(near.index(rank), own, there)
+            board = Board(near.index(rank), segments, [card["pid"] for card in there], say, near)
         except (OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
         verdicts = _all(rank, world, store, "opened", {"reason": reason})
         reason = next((verdict["reason"] for verdict in verdicts if verdict["reason"]), "")
-    if own is not None:
-        os.close(own.fd)
+    made: list[Segment] = segments or ([own] if own is not None else [])
+    for used in made if reason else made[1:]:
+        used.close()  # private views are made of the first rank's only
     if reason:
-        return None, reason
+        return None, [], reason
     assert own is not None
-    return Shared(rank, own, segments, board, lambda name: _number(store, name)), ""
+    shared = Shared(near.index(rank), own, segments, board, lambda name: _number(store, name))
+    return shared, list(hosts.values()), ""
 
 
 def _all(rank: int, world: int, store: Store, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:

@@ -24,6 +24,8 @@ class Trained:
     """Tells this optimizer's exchanges from those of others."""
     block: str | None = None
     """The class of the modules that the plan calls blocks."""
+    share: bool = False
+    """Whether the plan keeps parameters once per host."""
 
 
 @dataclass(frozen=True, kw_only=True)

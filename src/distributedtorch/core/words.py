@@ -370,7 +370,7 @@ _ROWS = (
     _row("memory", "recompute", "compute activations again in backward rather than keep them", numerics=True),
     _row("memory", "block=Layer", "the class of the modules that zero3 gathers and recompute recomputes", takes=Name()),
     _row("memory", "offload", "keep optimizer state in host memory", Traits(places="device")),
-    _row("memory", "share", "keep parameters once per host", Traits(places="host", accepts=("flat",))),
+    _row("memory", "share", "keep parameters once per host"),
     _row("split", "tensor=2", "ranks that divide each layer", PLAIN, takes=COUNT),
     _row("split", "pipeline=4", "ranks that divide the layers into stages", PLAIN, takes=COUNT),
     _row("split", "context=2", "ranks that divide each sequence", PLAIN, takes=COUNT),

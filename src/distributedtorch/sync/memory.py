@@ -1,6 +1,7 @@
 """Where parameters lie under zero: in flat memory of which each rank updates one range.
 
 `Replicated` (stages 1 and 2): every rank has all of it, and gathers the others' ranges after every update.
+`once.OncePerHost` (stages 1 and 2 with `share`): the ranks of a host have it together.
 `divided.Divided` (stage 3): every rank keeps its own range only.
 """
 
@@ -35,6 +36,9 @@ class Memory(ABC):
     def whole(self, param: nn.Parameter, slot: Slot, piece: Tensor) -> Tensor:
         """A parameter this rank owns all of, for optimizers that need it in its shape."""
 
+    def stepped(self) -> None:  # noqa: B027 (most have nothing to do)
+        """The optimizer is done with what `own` and `whole` gave, or has failed."""
+
     @abstractmethod
     def agree(self) -> None:
         """After the update: every rank has, or can have, the new values."""
@@ -54,10 +58,7 @@ class Replicated(Memory):
         self.flats = [move_in(slab, params, comm.pool.zeros(slab.numel, slab.dtype, slab.device)) for slab in slabs]
 
     def fence(self) -> None:
-        for slab, flat in zip(self.slabs, self.flats, strict=True):
-            for slot in slab.slots:
-                if self.params[slot.index].data_ptr() != flat[slot.start :].data_ptr() and slot.numel:
-                    raise UsageError(_moved(self.names[slot.index]))
+        check_in_place(self.params, self.names, self.slabs, self.flats)
 
     def own(self, slab: int) -> Tensor:
         bounds = self.slabs[slab].bounds
@@ -67,15 +68,7 @@ class Replicated(Memory):
         return param
 
     def agree(self) -> None:
-        waits = []
-        for k, slab in enumerate(self.slabs):
-            for b, bucket in enumerate(slab.buckets):
-                name = f"parameters/{self.name}/{k}.{b}"
-                waits.append(self.comm.all_gather(name, self.flats[k], bucket.bounds))
-        for pending in waits:
-            pending.advance()
-        for pending in waits:
-            pending.wait()
+        gather(self.comm, self.slabs, self.flats, f"parameters/{self.name}")
         torch.autograd.graph.increment_version(self.params)
 
     def bytes_held(self) -> int:
@@ -84,13 +77,45 @@ class Replicated(Memory):
 
 def move_in(slab: Slab, params: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
     """Move parameters into one flat memory; they stay the same objects with the same shapes and strides."""
-    for slot in slab.slots:
-        param = params[slot.index]
-        view = slot.view(flat)
-        if not is_empty(param):
-            view.copy_(param.detach())
-        param.data = view
+    fill(slab, params, flat)
+    look_at(slab, params, flat)
     return flat
+
+
+def fill(slab: Slab, params: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Give a flat memory the parameters' values."""
+    for slot in slab.slots:
+        if not is_empty(params[slot.index]):
+            slot.view(flat).copy_(params[slot.index].detach())
+
+
+def look_at(slab: Slab, params: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Make parameters views of a flat memory."""
+    for slot in slab.slots:
+        params[slot.index].data = slot.view(flat)
+
+
+def gather(comm: Comm, slabs: Sequence[Slab], flats: Sequence[Tensor], name: str) -> None:
+    """Bring every rank's ranges to all."""
+    waits = [
+        comm.all_gather(f"{name}/{k}.{b}", flats[k], bucket.bounds)
+        for k, slab in enumerate(slabs)
+        for b, bucket in enumerate(slab.buckets)
+    ]
+    for pending in waits:
+        pending.advance()
+    for pending in waits:
+        pending.wait()
+
+
+def check_in_place(
+    params: Sequence[nn.Parameter], names: Sequence[str], slabs: Sequence[Slab], flats: Sequence[Tensor]
+) -> None:
+    """Refuse parameters that have been given other memory."""
+    for slab, flat in zip(slabs, flats, strict=True):
+        for slot in slab.slots:
+            if params[slot.index].data_ptr() != flat[slot.start :].data_ptr() and slot.numel:
+                raise UsageError(_moved(names[slot.index]))
 
 
 def _moved(name: str) -> str:

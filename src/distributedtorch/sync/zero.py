@@ -201,7 +201,7 @@ class Zero(Sync):
     def _show(self, shown: list[bool]) -> None:
         self.collect.filled = [False] * len(self.params)
         squares = torch.stack([torch.linalg.vector_norm(held.local) for held in self.held]).double().square()
-        if self.comm.world > 1:
+        if not self.comm.alone:
             squares = self.comm.exchange(f"norms/{self.name}", squares).sum(dim=0)
         for param, held, square, show in zip(self.params, self.held, squares.unbind(), shown, strict=True):
             held.square = square
@@ -230,6 +230,7 @@ class Zero(Sync):
         finally:
             for index, piece in mine.items():
                 piece.grad = DividedGrad(self.held[index]) if piece is self.params[index] else None
+            self.memory.stepped()
         self.memory.agree()
         return result
 
