@@ -9,11 +9,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import distributedtorch as dt
 from distributedtorch.core.comm import Comm
@@ -106,38 +105,6 @@ def nobody_looks_while_they_change() -> None:
     release()
 
 
-class ByIdentity(torch.optim.Optimizer):
-    """An optimizer that looks at the parameter objects: state of its own by identity, an attribute, requires_grad."""
-
-    def __init__(self, params: Iterator[nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.own: dict[Tensor, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None and param.requires_grad:
-                moved = self.own.setdefault(param, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
-                param.add_(moved, alpha=-0.1 * param.pace)
-
-
-def optimizers_know_parameters() -> None:
-    ends = []
-    for plan in ("zero1", "zero1,share", "zero3"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 1))
-        for param in model.parameters():
-            param.pace = 0.5  # type: ignore[attr-defined]
-        model, optimizer = dt.distribute(model, ByIdentity(model.parameters()), plan=plan)
-        for _ in range(3):
-            model(torch.ones(4, 30)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        release()
-        ends.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*ends, strict=True))
-
-
 def edits_inside_a_step_are_refused() -> None:
     model, optimizer, _ = build("zero1,share")
     optimizer.register_step_post_hook(lambda *_: model[0].weight.data.mul_(0.9))
@@ -190,6 +157,6 @@ if __name__ == "__main__":
     nobody_looks_while_they_change()
     for plan in ("zero1,share", "zero2,share"):
         once_per_host(plan)
-    for check in (optimizers_know_parameters, edits_inside_a_step_are_refused, frozen_ones_too, loaded_at_once):
+    for check in (edits_inside_a_step_are_refused, frozen_ones_too, loaded_at_once):
         check()
     dt.print("once per host")
