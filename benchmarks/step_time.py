@@ -1,6 +1,6 @@
 """Step time beside torch's own: paired rounds in the same processes, medians with 95% intervals.
 
-GPT of 27.4M parameters (6 layers, d 512, vocabulary 8192, tied, sequence 128, batch 4 a rank), fused AdamW, gloo on
+GPT of 23.2M parameters (6 layers, d 512, vocabulary 8192, tied, sequence 128, batch 4 a rank), fused AdamW, gloo on
 loopback, one thread a rank. Each round takes one step of every variant in a new order; figures are ratios within
 rounds. `python benchmarks/step_time.py [--rounds 24] [--ranks 2] [--group divided]` writes
 benchmarks/results/step_time.json, or step_time_divided.json for parameters divided (zero3 beside fully_shard).
@@ -52,13 +52,16 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self, layers: int = 6, d: int = 512, vocabulary: int = 8192, length: int = 128) -> None:
+    def __init__(
+        self, layers: int = 6, d: int = 512, vocabulary: int = 8192, length: int = 128, tied: bool = True
+    ) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(vocabulary, d), nn.Embedding(length, d)
         self.blocks = nn.ModuleList(Block(d, 8) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary, bias=False)
-        self.head.weight = self.token.weight
-        for table in (self.token, self.place):
+        if tied:
+            self.head.weight = self.token.weight
+        for table in (self.token, self.place, self.head):
             nn.init.normal_(table.weight, std=0.02)  # torch's own 1.0 drives the softmax into subnormals: steps x 3
 
     def forward(self, ids: Tensor) -> Tensor:
