@@ -121,11 +121,11 @@ def _through(
     names: dict[int, str],
 ) -> None:
     """Put the library's step before the optimizer's own, on this object only."""
-    original = given.step
     loop, clip = world.loop, plan.clip
-    update = original
+    update = _unhooked(given)
     for member in members:
         update = partial(member.sync.update, update)
+    hooked = Optimizer.profile_hook_step(lambda *_, **__: update())
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -151,13 +151,22 @@ def _through(
             _clip(members, total_norm(grads), clip)
         for act in loop.before_update:
             act()
-        result = update()
+        result = hooked(self)
         loop.stepped(members)
         record.note(loop.steps)
         return result if closure is None else loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     world.undo.append(override(given, "step", step))
+
+
+def _unhooked(given: Optimizer) -> Callable[..., Any]:
+    """The optimizer's own step without its hooks, which are to see whole parameters, before and after all is done."""
+    original = type(given).step
+    patched = given.__dict__.get("step")
+    if not hasattr(original, "hooked") or not (patched is None or hasattr(patched, "_wrapped_by_lr_sched")):
+        return given.step
+    return partial(original.__wrapped__, given)  # type: ignore[attr-defined]
 
 
 def _clip(members: list[Member], norm: Tensor, most: float) -> None:

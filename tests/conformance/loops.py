@@ -871,3 +871,29 @@ class ByIdentity(torch.optim.Optimizer):
 @loop
 def an_optimizer_that_knows_its_parameters(distribute: Distribute) -> Any:
     return simple(distribute, lambda model: None, ByIdentity)
+
+
+@loop
+def hooks_on_the_step(distribute: Distribute) -> Any:
+    """A hook before the step clips by the norm of all gradients, one after it averages and bounds the weights."""
+    model = net()
+    opt = adam(model)
+    shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def before(opt: torch.optim.Optimizer, *_: Any) -> None:
+        nn.utils.clip_grad_norm_([p for group in opt.param_groups for p in group["params"]], 0.05)
+
+    def after(*_: Any) -> None:
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                shadow[name].lerp_(param, 0.5)
+                param.clamp_(-0.3, 0.3)
+
+    opt.register_step_pre_hook(before)
+    model, opt, data = distribute(model, opt, rows())
+    opt.register_step_post_hook(after)
+    for x, y in data:
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return {**model.state_dict(), **{f"shadow {name}": value for name, value in shadow.items()}}

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,22 @@ from distributedtorch.sync.zero import Zero
 SECONDS = 30.0
 
 
-def build(plan: str) -> tuple[nn.Module, torch.optim.Optimizer, OncePerHost]:
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def meddling(model: nn.Sequential) -> torch.optim.Optimizer:
+    """An optimizer whose step edits more than the parameters it is given."""
+    optimizer = adam(model)
+    own = optimizer.step
+    optimizer.step = lambda: (own(), model[0].weight.data.mul_(0.9))  # type: ignore[assignment,method-assign,operator,union-attr,return-value]
+    return optimizer
+
+
+def build(plan: str, make: Any = adam) -> tuple[nn.Module, torch.optim.Optimizer, OncePerHost]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = dt.distribute(model, optimizer, plan=plan)
+    model, optimizer = dt.distribute(model, make(model), plan=plan)
     sync = here().loop.members[0].sync
     assert isinstance(sync, Zero) and isinstance(sync.memory, OncePerHost)
     return model, optimizer, sync.memory
@@ -106,8 +118,7 @@ def nobody_looks_while_they_change() -> None:
 
 
 def edits_inside_a_step_are_refused() -> None:
-    model, optimizer, _ = build("zero1,share")
-    optimizer.register_step_post_hook(lambda *_: model[0].weight.data.mul_(0.9))
+    model, optimizer, _ = build("zero1,share", meddling)
     with pytest.raises(dt.UsageError, match=r"edited inside optimizer.step\(\)"):
         train(model, optimizer)
     release()

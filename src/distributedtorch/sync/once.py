@@ -5,8 +5,8 @@ Travels per step: what zero1 and zero2 send, less the gather of parameters betwe
 
 The update stands between two fences: no rank looks at the parameters any more, no rank writes to them any more. So a
 rank that evaluates while others go on is waited for. Edits of parameters in place are this rank's own until the next
-update, which takes from each rank what it owns: as where every rank has all parameters. Edits inside the optimizer's
-step (its hooks) are refused.
+update, which takes from each rank what it owns: as where every rank has all parameters. An optimizer that edits other
+parameters than it is given inside its step is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.sync.memory import Memory, check_in_place, fill, look_at
 
 _EDITED_INSIDE = explain(
-    "parameters were edited inside optimizer.step() (a hook on it?) under `share`",
+    "parameters were edited inside optimizer.step() under `share`",
     "edits before or after the step: during it other ranks write to the same memory",
     "call it after optimizer.step(), or leave `share` out of the plan",
 )
