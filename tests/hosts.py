@@ -10,9 +10,14 @@ from distributedtorch.core import segment
 from distributedtorch.core.world import here
 
 
+def pretend(hosts: str) -> None:
+    """Let ranks that join after this be on these hosts."""
+    segment.host = lambda: f"host {hosts.split(',')[dt.rank()]}"
+
+
 def main() -> None:
     hosts, module, *words = sys.argv[1:]
-    segment.host = lambda: f"host {hosts.split(',')[dt.rank()]}"
+    pretend(hosts)
     dt.barrier()
     across = here().comm.hosts
     assert across is not None and len(across.groups) == len(set(hosts.split(",")))
