@@ -46,7 +46,7 @@ def parts(
     said += [f"batch {loader.note}" for loader in loaders]
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
     if world.size > 1:
-        said.append(f"{_exchange(world)} on {accelerator()}")
+        said.append(f"{_exchange(world)} on {_devices(world)}")
         divided = _THREADS.get(os.environ.get("DISTRIBUTEDTORCH_THREADS", ""), "")
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
         folder = log_folder(find())
@@ -71,6 +71,12 @@ def _exchange(world: World) -> str:
     if world.comm.hosts:
         return f"shared memory inside {len(world.comm.hosts.groups)} hosts, gloo across,"
     return "shared memory" if world.comm.shared else f"gloo (no shared memory: {world.comm.unshared})"
+
+
+def _devices(world: World) -> str:
+    """Where what is trained lives."""
+    found = {param.device.type for member in world.loop.members for param in member.sync.params}
+    return " and ".join(sorted(found)) or accelerator()
 
 
 def _words(plan: Plan, origin: dict[str, str]) -> str:
