@@ -37,7 +37,7 @@ bench-exchange: .venv/.ready ## the exchange alone beside gloo, Open MPI, DeepSp
 
 OUT ?= .
 bench-gpu:                  ## on a machine with a GPU and torch: every GPU script, results in OUT; about half an hour
-	for script in gpu gpu_memory gpu_precision gpu_checkpoint gpu_train gpu_nccl gpu_tax; do \
+	for script in gpu gpu_memory gpu_precision gpu_checkpoint gpu_train gpu_nccl gpu_pull gpu_tax; do \
 		PYTHONPATH=src:. $(PYTHON) benchmarks/$$script.py $(OUT) || exit 1; done
 
 soak: .venv/.ready          ## shared memory: 1,000 kills, 20 stops, 10 million exchanges, limits; about an hour

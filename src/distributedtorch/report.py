@@ -13,6 +13,7 @@ from distributedtorch.core.world import World, accelerator
 from distributedtorch.data.loader import Loader
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import log_folder
+from distributedtorch.sync.divided import ALL
 
 _THREADS = {"divided": " (cores divided by workers)", "forked": " (a forked process can have no more)"}
 
@@ -47,6 +48,7 @@ def parts(
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
     if world.size > 1:
         said.append(f"{_exchange(world)} on {_devices(world)}")
+        said += [f"blocks through host memory ({reason})" for reason in _unreached()]
         divided = _THREADS.get(os.environ.get("DISTRIBUTEDTORCH_THREADS", ""), "")
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
         folder = log_folder(find())
@@ -77,6 +79,11 @@ def _devices(world: World) -> str:
     """Where what is trained lives."""
     found = {param.device.type for member in world.loop.members for param in member.sync.params}
     return " and ".join(sorted(found)) or accelerator()
+
+
+def _unreached() -> set[str]:
+    """Why ranks cannot read each other's GPU memory, where parameters are divided over GPUs."""
+    return {memory.pull.unreached for memory in ALL if memory.pull.unreached}
 
 
 def _words(plan: Plan, origin: dict[str, str]) -> str:

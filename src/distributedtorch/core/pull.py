@@ -7,7 +7,8 @@ A piece has an edition, raised whenever its values change. A request names the e
 behind answers when it has come there, one that is ahead gives the values of that edition. A rank that is done says so
 to all, and answers until all have.
 
-Where ranks share memory, a piece is copied from where its owner keeps it: nobody is asked.
+Where ranks share memory, or can read each other's GPU memory (`reach`), a piece is copied from where its owner keeps
+it: nobody is asked.
 
 Bytes sent per fetch of B bytes divided over N ranks: each owner sends its piece, together B(N-1)/N, and a request of 32
 bytes goes to each.
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distributedtorch.core import reach
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.pairs import peer_errors
 
@@ -58,6 +60,10 @@ class Pull:
         self.group = dist.new_group(backend="gloo", timeout=_IDLE_FOR_EVER)
         self.pieces: list[Tensor] = []
         self.editions: list[int] = []
+        self.reach: reach.Reach | None = None
+        """The others' GPU memory, where pieces lie on GPUs and it can be read."""
+        self.unreached: str | None = None
+        """Why not."""
         self._blank: set[int] = set()
         self._old: dict[tuple[int, int], Tensor] = {}
         self._late: list[tuple[int, int, int, int]] = []
@@ -73,6 +79,8 @@ class Pull:
 
         `blank`: it has no values yet on any rank, so that nobody asks before it has.
         """
+        if piece.is_cuda and self.unreached is None:
+            self.reach, self.unreached = reach.make(self.comm, piece.device)
         with self._lock:
             self.pieces.append(piece)
             self.editions.append(0)
@@ -88,6 +96,8 @@ class Pull:
     def withdraw(self, number: int) -> None:
         """Offer a piece no more; no rank may ask for it any more."""
         self.pieces[number] = self.pieces[number].new_empty(0)
+        if self.reach is not None:
+            self.reach.forget(number)
 
     def changed(self, number: int) -> None:
         """This rank's piece has its next values, after a fence."""
@@ -101,7 +111,7 @@ class Pull:
             piece = self.pieces[number]
             if self.is_blank(number):
                 piece.copy_(values)
-            elif piece.device.type == "cpu":  # may be on its way just now
+            elif piece.device.type == "cpu" or self.reach is not None:  # may be on its way just now
                 self._old[number, self.editions[number]] = piece
                 self.pieces[number] = self.comm.pool.zeros(piece.numel(), piece.dtype, piece.device).copy_(values)
             else:
@@ -113,13 +123,20 @@ class Pull:
 
     def _offered(self, number: int) -> None:
         """Others can have a piece in a new edition."""
-        if self.comm.shared is not None and self.pieces[number].device.type == "cpu":
-            self.comm.shared.offer(number, self.editions[number], self.pieces[number])
+        piece, shared = self.pieces[number], self.comm.shared
+        if shared is not None and piece.device.type == "cpu":
+            shared.offer(number, self.editions[number], piece)
+        elif shared is not None and self.reach is not None and piece.numel():
+            shared.offer(number, self.editions[number], self.reach.card(number, piece))
         self._answer_late()
 
     def fence(self, name: str) -> list[list[int]]:
         """Return when every rank has come here, having let go of all it fetched: each rank's editions, to compare."""
+        if self.reach is not None:
+            self.reach.done_reading()
         everywhere: list[list[int]] = self.comm.exchange(name, torch.tensor(self.editions)).tolist()
+        if self.reach is not None:
+            self.reach.may_write()
         with self._lock:
             sent = list(self._answers)
             self._answers.clear()
@@ -133,28 +150,57 @@ class Pull:
         others = [(self.comm.rank + k) % self.comm.world for k in range(1, self.comm.world)]
         others = [peer for peer in others if bounds[peer + 1] > bounds[peer]]
         edition = self.editions[number]
-        near = [peer for peer in others if self.comm.place(peer) is not None and flat.device.type == "cpu"]
+        direct = flat.device.type == "cpu" or (flat.is_cuda and self.reach is not None)
+        near = [peer for peer in others if direct and self.comm.place(peer) is not None]
         far = [peer for peer in others if peer not in near]
         land = self._request(number, edition, flat, bounds, far) if far else None
+        ahead = self._copy_ahead(near, number, edition, flat, bounds) if flat.is_cuda and near else None
 
         def finish() -> None:
-            for peer in near:
+            if ahead is not None:
+                ahead()
+            for peer in near if ahead is None else ():
                 self._copy(peer, number, edition, flat, bounds)
             if land is not None:
                 land()
 
         return Fetch(self.comm, finish)
 
+    def _copy_ahead(
+        self, near: list[int], number: int, edition: int, flat: Tensor, bounds: Sequence[int]
+    ) -> Callable[[], None]:
+        """Begin to copy what GPUs of this host have by now; the result orders this stream after all of it."""
+        assert self.reach is not None and self.comm.shared is not None
+        side, shared = self.reach.stream, self.comm.shared
+        side.wait_stream(torch.cuda.current_stream())  # `flat` may have been something else until now
+        there = [peer for peer in near if shared.has_piece(self.comm.place(peer), number, edition)]
+        for peer in there:
+            self._copy(peer, number, edition, flat, bounds)
+        begun = side.record_event()
+
+        def finish() -> None:
+            late = [peer for peer in near if peer not in there]
+            for peer in late:
+                self._copy(peer, number, edition, flat, bounds)
+            torch.cuda.current_stream().wait_event(side.record_event() if late else begun)
+
+        return finish
+
     def _copy(self, peer: int, number: int, edition: int, flat: Tensor, bounds: Sequence[int]) -> None:
         """Take a piece from where it lies in shared memory."""
         place, there = self.comm.place(peer), flat[bounds[peer] : bounds[peer + 1]]
         assert self.comm.shared is not None and place is not None
-        piece = self.comm.shared.piece(place, number, edition, there.numel(), there.dtype)
+        shape = (reach.CARD_BYTES, torch.uint8) if there.is_cuda else (there.numel(), there.dtype)
+        piece = self.comm.shared.piece(place, number, edition, *shape)
         if piece is None:
             self._request(number, edition, flat, bounds, [peer])()
+            return
+        if there.is_cuda:
+            assert self.reach is not None
+            self.reach.copy(peer, bytes(piece.tolist()), there)
         else:
             there.copy_(piece)
-            self.comm.count_sent("gather", there.numel() * there.element_size())
+        self.comm.count_sent("gather", there.numel() * there.element_size())
 
     def _request(
         self, number: int, edition: int, flat: Tensor, bounds: Sequence[int], others: list[int]
@@ -175,15 +221,16 @@ class Pull:
             for work, peer in works:
                 with peer_errors(peer):
                     work.wait()
-            if host is not flat:
-                low, high = bounds[self.comm.rank], bounds[self.comm.rank + 1]
-                flat[:low].copy_(host[:low])
-                flat[high:].copy_(host[high:])
+            for peer in others if host is not flat else ():
+                low, high = bounds[peer], bounds[peer + 1]
+                flat[low:high].copy_(host[low:high])
 
         return land
 
     def close(self) -> None:
         """Say that this rank asks no more, and answer until all ranks have said so, or one waits for it in vain."""
+        if self.reach is not None:
+            self.reach.close()
         for peer in range(self.comm.world):
             if peer != self.comm.rank:
                 self._ask(peer, [_DONE, self.comm.count, 0])

@@ -176,6 +176,10 @@ class Shared:
         self.own.offsets[line * 8 + 1 + edition % _EDITIONS] = self.own.offset_of(piece) or 0
         self.board.put(line, 0, edition + 1)
 
+    def has_piece(self, peer: int | None, number: int, edition: int) -> bool:
+        """Whether a rank has come to an edition of a piece, so that `piece` would not wait."""
+        return peer is not None and number < LINES and self.board.reached(peer, LINES + number, 0, edition + 1)
+
     def piece(self, peer: int, number: int, edition: int, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A rank's piece in an edition, when it has come there; None where it is too far ahead to tell."""
         if number >= LINES:
