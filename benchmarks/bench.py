@@ -3,12 +3,13 @@
     python -m benchmarks.bench [--setting work|small|growth] [--rounds 40] [--ranks 2] [--only NAMES] [--quick]
 
 Every variant (benchmarks/peers/) has its own rank processes, one thread each; in each round every variant takes a few
-steps, in a new order, while the others sleep; where they do not all fit into memory there are several groups, each
-with "no exchange" and torch DDP. Figures are medians and ratios within rounds with 95% intervals by
-resampling rounds. Settings: "work", a GPT of 27M parameters with 4 x 128 tokens a rank; "small", the same model with
-1 x 32, where exchange is most of a step; "growth", 1M, 10M and 100M parameters with 4 x 32 at 1, 2, 4 and 8 ranks, a
-quarter of the rounds. Stored in benchmarks/results/bench.json with every round's seconds, machine, versions and commit,
-and drawn as bench.png; `--quick` and `--only` write to .peers/ instead. README's figures come from the stored file.
+steps, in a new order, while the others sleep, and every ten rounds all start anew; where they do not all fit into
+memory there are several groups, each with "no exchange" and torch DDP. Figures are medians and ratios within rounds
+with 95% intervals by resampling rounds. Settings: "work", a GPT of 27M parameters with 4 x 128 tokens a rank; "small",
+the same model with 1 x 32, where exchange is most of a step; "growth", 1M, 10M and 100M parameters with 4 x 32 at 1, 2,
+4 and 8 ranks, a quarter of the rounds. Stored in benchmarks/results/bench.json with every round's seconds, machine,
+versions and commit, and drawn as bench.png; `--quick` and `--only` write to .peers/ instead. README's figures come from
+the stored file.
 """
 
 from __future__ import annotations

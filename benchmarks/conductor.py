@@ -24,6 +24,7 @@ from benchmarks.peers import BASES, IDEAL, PINS, VARIANTS
 ROOT = Path(__file__).parents[1]
 HOMES = ROOT / ".peers"
 SECONDS_START, SECONDS_TURN = 400, 200
+ROUNDS_A_LIFE = 10
 MIB = 1 << 20
 SAME_LOSS, SAME_TURNS = 1e-4, 5
 """Largest relative difference between losses of variants that train the same model, in their first turns: later ones
@@ -199,18 +200,31 @@ def turn(ranks: Ranks, steps: int, outcome: Outcome) -> tuple[float, float]:
 
 
 def rounds(names: list[str], num_ranks: int, setting: Setting, num_rounds: int) -> dict[str, Outcome]:
-    """All variants beside each other: in every round each has one turn, in a new order."""
+    """All variants beside each other: in every round each has one turn, in a new order.
+
+    Their processes are started anew every `ROUNDS_A_LIFE` rounds: where the memory of a process happens to lie makes it
+    faster or slower by some percent for as long as it lives.
+    """
     outcomes = {name: Outcome() for name in names}
+    shuffled = random.Random(0)
+    for begun in range(0, max(1, num_rounds), ROUNDS_A_LIFE):
+        alive = {name: outcome for name, outcome in outcomes.items() if not outcome.failed}
+        _life(alive, num_ranks, setting, [shuffled.random() for _ in range(num_rounds)[begun : begun + ROUNDS_A_LIFE]])
+    compare_losses(outcomes)
+    return outcomes
+
+
+def _life(outcomes: dict[str, Outcome], num_ranks: int, setting: Setting, seeds: list[float]) -> None:
+    """A round for each seed of its order, from the start of all processes to their end."""
     there: dict[str, Ranks] = {}
     rested: dict[str, tuple[float, float]] = {}  # when a variant's last turn ended, and its processor seconds then
-    shuffled = random.Random(0)
     try:
-        for name in names:
-            if ranks := start(name, num_ranks, setting, outcomes[name]):
+        for name, outcome in outcomes.items():
+            if ranks := start(name, num_ranks, setting, outcome):
                 there[name] = ranks
-            print(f"  {name}: {outcomes[name].failed or outcomes[name].facts}", flush=True)
-        for _ in range(num_rounds):
-            for name in shuffled.sample(list(there), len(there)):
+            print(f"  {name}: {outcome.failed or outcome.facts}", flush=True)
+        for seed in seeds:
+            for name in random.Random(seed).sample(list(there), len(there)):
                 woken = time.perf_counter()
                 try:
                     before, after = turn(there[name], setting.steps, outcomes[name])
@@ -226,8 +240,6 @@ def rounds(names: list[str], num_ranks: int, setting: Setting, num_rounds: int) 
     finally:
         for ranks in there.values():
             ranks.end()
-    compare_losses(outcomes)
-    return outcomes
 
 
 def compare_losses(outcomes: dict[str, Outcome]) -> None:
