@@ -89,6 +89,8 @@ def imports() -> dict[str, list[float]]:
     """Seconds of a Python that imports torch alone, and with the library, in turn."""
     texts = {"torch": "import torch", "with distributedtorch": "import torch, distributedtorch"}
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled once, as everywhere
+    subprocess.run([sys.executable, "-c", texts["with distributedtorch"]], env=environ, check=True)
     seconds: dict[str, list[float]] = {name: [] for name in texts}
     for _ in range(STARTS):
         for name, text in texts.items():

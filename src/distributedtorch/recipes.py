@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from distributedtorch.core.blocks import block_of_each, blocks_in
-from distributedtorch.core.bucket import lay_out
+from distributedtorch.core.blocks import block_of_each, blocks_in, small_ones_together
+from distributedtorch.core.bucket import bucket_bytes, lay_out
 from distributedtorch.core.shared import EACH_ITS_OWN
 from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.world import World
@@ -22,6 +22,9 @@ from distributedtorch.sync.once import OncePerHost
 from distributedtorch.sync.optimizers import owns_whole
 from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
+
+_SMALL = 1 << 20
+"""Blocks are gathered together up to so many bytes: each gather costs about as long as moving that much."""
 
 
 def _ddp(trained: Trained, world: World) -> Sync:
@@ -55,7 +58,8 @@ def divide(
 ) -> Divided:
     """Divide parameters over the ranks and watch their use; `block`: the class of what is gathered at a time."""
     blocks = blocks_in(models, block)
-    where = block_of_each(params, blocks)
+    limit = min(_SMALL, bucket_bytes(sum(p.numel() * p.element_size() for p in params)))
+    where = small_ones_together(block_of_each(params, blocks), params, limit)
     slabs = lay_out(params, world.size, whole=whole, blocks=where)
     groups: dict[int, list[int]] = {}
     for number, slab in enumerate(slabs):

@@ -48,3 +48,17 @@ def block_of_each(params: Sequence[Tensor], blocks: Sequence[nn.Module]) -> list
     """For every parameter the number of the first block it is in, or -1."""
     where = {id(p): number for number, block in reversed(list(enumerate(blocks))) for p in block.parameters()}
     return [where.get(id(param), -1) for param in params]
+
+
+def small_ones_together(where: Sequence[int], params: Sequence[Tensor], limit: int) -> list[int]:
+    """The same, with blocks that follow each other taken for one while they have at most `limit` bytes together."""
+    sizes: dict[int, int] = {}
+    for number, param in zip(where, params, strict=True):
+        sizes[number] = sizes.get(number, 0) + param.numel() * param.element_size()
+    stands, first, held = {-1: -1}, -1, limit + 1
+    for number in sorted(sizes.keys() - {-1}):
+        held += sizes[number]
+        if held > limit:
+            first, held = number, sizes[number]
+        stands[number] = first
+    return [stands[number] for number in where]

@@ -126,7 +126,7 @@ def watch(memory: Divided, models: Sequence[nn.Module], blocks: Sequence[nn.Modu
                 raise UsageError(_strange(memory.names[id(param)], type(param).__name__))
             _UNITS[id(param)] = unit
             param.__class__ = Watched
-    hooks = [handle for module, units in _places(memory, models, blocks) for handle in _hook(module, units)]
+    hooks = [handle for module, params in _places(memory, models, blocks) for handle in _hook(module, params)]
     saved = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
     saved.__enter__()
 
@@ -135,7 +135,7 @@ def watch(memory: Divided, models: Sequence[nn.Module], blocks: Sequence[nn.Modu
         for hook in hooks:
             hook.remove()
         for unit in memory.units:
-            _become(nn.Parameter, unit)
+            _become(nn.Parameter, unit.params)
             for param in unit.params:
                 _UNITS.pop(id(param), None)
                 _seen.discard(id(param))
@@ -146,9 +146,9 @@ def watch(memory: Divided, models: Sequence[nn.Module], blocks: Sequence[nn.Modu
 
 def _places(
     memory: Divided, models: Sequence[nn.Module], blocks: Sequence[nn.Module]
-) -> Iterator[tuple[nn.Module, list[Unit]]]:
-    """Modules within which parameters are plain, with the units they use: blocks, and what owns the others."""
-    mine = {id(param): unit for unit in memory.units for param in unit.params}
+) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Modules within which parameters are plain, with these parameters: blocks, and what owns the others."""
+    mine = {id(param) for unit in memory.units for param in unit.params}
     within = {id(m) for block in blocks for m in block.modules() if m is not block}
     tops = {id(block) for block in blocks}
     seen: set[int] = set()
@@ -157,13 +157,13 @@ def _places(
             if id(module) in within or id(module) in seen:
                 continue
             seen.add(id(module))
-            params = module.parameters(recurse=id(module) in tops)
-            units = {id(mine[id(p)]): mine[id(p)] for p in params if id(p) in mine}
-            if units:
-                yield module, list(units.values())
+            params = [p for p in module.parameters(recurse=id(module) in tops) if id(p) in mine]
+            if params:
+                yield module, params
 
 
-def _hook(place: nn.Module, units: list[Unit]) -> list[RemovableHandle]:
+def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[RemovableHandle]:
+    units = list({id(unit): unit for unit in (_UNITS[id(param)] for param in params)}.values())
     versions: list[list[int]] = []
     compared = iter(range(_COMPARED))
 
@@ -175,8 +175,8 @@ def _hook(place: nn.Module, units: list[Unit]) -> list[RemovableHandle]:
             unit.hold()
         for unit in units:
             unit.memory.take(unit, "used")
-            _become(nn.Parameter, unit)
-        versions.append([param._version for unit in units for param in unit.params])
+        _become(nn.Parameter, params)
+        versions.append([param._version for param in params])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -184,18 +184,20 @@ def _hook(place: nn.Module, units: list[Unit]) -> list[RemovableHandle]:
             return
         for unit in units:
             unit.inside -= 1
-            if not unit.inside:
-                _become(Watched, unit)
-        if versions:  # none where entering has failed
-            _refuse_changes(units, versions.pop(), compare=next(compared, None) is not None)
+        was = versions.pop() if versions else []  # none where entering has failed
+        changed = [param for param, before in zip(params, was, strict=False) if param._version != before]
+        if not versions:
+            _become(Watched, params)
+        if was:
+            _refuse_changes(params, changed, compare=next(compared, None) is not None)
         for unit in units:
             unit.memory.used(unit, wrote=False)
 
     return [place.register_forward_pre_hook(enter), place.register_forward_hook(leave, always_call=True)]
 
 
-def _become(kind: type[nn.Parameter], unit: Unit) -> None:
-    for param in unit.params:
+def _become(kind: type[nn.Parameter], params: Sequence[nn.Parameter]) -> None:
+    for param in params:
         param.__class__ = kind
 
 
@@ -203,16 +205,14 @@ _COMPARED = 2
 """In how many forwards of a module values are compared: `p.data` hides changes from torch's own count of them."""
 
 
-def _refuse_changes(units: Sequence[Unit], versions: Sequence[int], *, compare: bool) -> None:
+def _refuse_changes(params: Sequence[nn.Parameter], changed: list[nn.Parameter], *, compare: bool) -> None:
     """Refuse parameters that their own block's forward has changed: that would be lost."""
-    params = [(unit, param) for unit in units for param in unit.params]
-    changed = [(u, p) for (u, p), was in zip(params, versions, strict=True) if p._version != was]
-    for unit in units if compare and not changed else ():
+    for unit in {_UNITS[id(p)] for p in params} if compare and not changed else ():
         if not torch.equal(unit.arrive()[unit.range], unit.own):
-            changed.append((unit, unit.params[0]))
+            changed.append(unit.params[0])
     if changed:
-        unit, param = changed[0]
-        given = f"parameters around {unit.memory.names[id(param)]!r} were changed inside the forward of their block"
+        names = _UNITS[id(changed[0])].memory.names
+        given = f"parameters around {names[id(changed[0])]!r} were changed inside the forward of their block"
         do = 'change them before or after the forward, or use plan="zero2"'
         raise UsageError(explain(given, "parameters that a forward under zero3 only reads", do))
 
