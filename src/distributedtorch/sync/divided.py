@@ -98,13 +98,13 @@ class Unit:
     def lend(self) -> None:
         """A view of it is in the user's hands: writing to that must count."""
         if self.lent is None:
-            self.lent = _sum(self.arrive())
+            self.lent = checksum(self.arrive())
             self.memory.lent.append(self)
 
     def settle(self) -> None:
         """Take over what was written through views."""
         if self.lent is not None:
-            now = _sum(self.arrive())
+            now = checksum(self.arrive())
             if now != self.lent:
                 self.written()
             self.lent = now
@@ -191,7 +191,7 @@ class Divided(Memory):
         if wrote:
             unit.written()
             if unit.lent is not None:
-                unit.lent = _sum(unit.arrive())
+                unit.lent = checksum(unit.arrive())
         if unit.lookers():
             unit.lend()
 
@@ -218,7 +218,7 @@ class Divided(Memory):
                 unit.begin()
                 flat = unit.arrive()
                 if unit.lent is not None:
-                    unit.lent = _sum(flat)
+                    unit.lent = checksum(flat)
         torch.autograd.graph.increment_version(self.params)
 
     def bytes_held(self) -> int:
@@ -300,7 +300,8 @@ _ALONE = _looks(torch.empty(1))
 """What is counted where one tensor looks. Never counted on the spot: memory from the pool may have late lookers."""
 
 
-def _sum(flat: Tensor) -> int:
+def checksum(flat: Tensor) -> int:
+    """What the bytes of dense values add up to."""
     host = flat.cpu()
     size = host.numel() * host.element_size()
     return zlib.crc32((ctypes.c_char * size).from_address(host.data_ptr()))  # numpy() would fix its storage's size

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.sync.divided import AT, Divided, Unit
+from distributedtorch.sync.divided import AT, Divided, Unit, checksum
 
 _UNITS: dict[int, Unit] = {}
 """Divided parameters of this process, by id."""
@@ -164,7 +164,8 @@ def _places(
 
 def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[RemovableHandle]:
     units = list({id(unit): unit for unit in (_UNITS[id(param)] for param in params)}.values())
-    versions: list[list[int]] = []
+    before: list[list[tuple[int, int]]] = []
+    """For each call under way, what tells whether it has changed parameters."""
     compared = iter(range(_COMPARED))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -176,7 +177,8 @@ def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[RemovableHandle]
         for unit in units:
             unit.memory.take(unit, "used")
         _become(nn.Parameter, params)
-        versions.append([param._version for param in params])
+        compare = next(compared, None) is not None
+        before.append([(param._version, _bytes_of(param) if compare else 0) for param in params])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -184,12 +186,13 @@ def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[RemovableHandle]
             return
         for unit in units:
             unit.inside -= 1
-        was = versions.pop() if versions else []  # none where entering has failed
-        changed = [param for param, before in zip(params, was, strict=False) if param._version != before]
-        if not versions:
+        was = before.pop() if before else []  # none where entering has failed
+        changed = [param for param, (version, _) in zip(params, was, strict=False) if param._version != version]
+        changed += [param for param, (_, held) in zip(params, was, strict=False) if held and _bytes_of(param) != held]
+        if not before:
             _become(Watched, params)
-        if was:
-            _refuse_changes(params, changed, compare=next(compared, None) is not None)
+        if changed:
+            raise UsageError(_changed_inside(_UNITS[id(changed[0])].memory.names[id(changed[0])]))
         for unit in units:
             unit.memory.used(unit, wrote=False)
 
@@ -205,16 +208,15 @@ _COMPARED = 2
 """In how many forwards of a module values are compared: `p.data` hides changes from torch's own count of them."""
 
 
-def _refuse_changes(params: Sequence[nn.Parameter], changed: list[nn.Parameter], *, compare: bool) -> None:
-    """Refuse parameters that their own block's forward has changed: that would be lost."""
-    for unit in {_UNITS[id(p)] for p in params} if compare and not changed else ():
-        if not torch.equal(unit.arrive()[unit.range], unit.own):
-            changed.append(unit.params[0])
-    if changed:
-        names = _UNITS[id(changed[0])].memory.names
-        given = f"parameters around {names[id(changed[0])]!r} were changed inside the forward of their block"
-        do = 'change them before or after the forward, or use plan="zero2"'
-        raise UsageError(explain(given, "parameters that a forward under zero3 only reads", do))
+def _bytes_of(param: nn.Parameter) -> int:
+    return checksum(param.detach().contiguous())
+
+
+def _changed_inside(name: str) -> str:
+    """Refuses parameters that their own block's forward has changed: that would be lost."""
+    given = f"parameters around {name!r} were changed inside the forward of their block"
+    do = 'change them before or after the forward, or use plan="zero2"'
+    return explain(given, "parameters that a forward under zero3 only reads", do)
 
 
 class _Saved(NamedTuple):
