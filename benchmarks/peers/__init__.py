@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 IDEAL = "no exchange"
-"""The same ranks doing the same work without talking to each other: nothing that trains one model can be faster."""
+"""The same ranks doing the same work without talking to each other. Less is possible: under zero each rank updates a
+part of the parameters, and gradients in memory of their own cost no page faults."""
 
 BASES = (IDEAL, "torch DDP")
 """What every other variant is compared with, within the same round."""
