@@ -122,10 +122,7 @@ def _through(
 ) -> None:
     """Put the library's step before the optimizer's own, on this object only."""
     loop, clip = world.loop, plan.clip
-    update = _unhooked(given)
-    for member in members:
-        update = partial(member.sync.update, update)
-    hooked = Optimizer.profile_hook_step(lambda *_, **__: update())
+    update = _hooked_around(given, members)
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -151,7 +148,7 @@ def _through(
             _clip(members, total_norm(grads), clip)
         for act in loop.before_update:
             act()
-        result = hooked(self)
+        result = update()
         loop.stepped(members)
         record.note(loop.steps)
         return result if closure is None else loss
@@ -160,13 +157,17 @@ def _through(
     world.undo.append(override(given, "step", step))
 
 
-def _unhooked(given: Optimizer) -> Callable[..., Any]:
-    """The optimizer's own step without its hooks, which are to see whole parameters, before and after all is done."""
-    original = type(given).step
-    patched = given.__dict__.get("step")
-    if not hasattr(original, "hooked") or not (patched is None or hasattr(patched, "_wrapped_by_lr_sched")):
-        return given.step
-    return partial(original.__wrapped__, given)  # type: ignore[attr-defined]
+def _hooked_around(given: Optimizer, members: list[Member]) -> Callable[[], Any]:
+    """The update of all members; the optimizer's hooks stand around it: they are to see whole parameters.
+
+    They stay inside where `step` was replaced on the object: then nothing says where the hooks are called.
+    """
+    replaced, own = given.__dict__.get("step"), type(given).step
+    inside = not hasattr(own, "hooked") or not (replaced is None or hasattr(replaced, "_wrapped_by_lr_sched"))
+    update = given.step if inside else partial(own.__wrapped__, given)  # type: ignore[attr-defined]
+    for member in members:
+        update = partial(member.sync.update, update)
+    return update if inside else partial(Optimizer.profile_hook_step(lambda *_: update()), given)
 
 
 def _clip(members: list[Member], norm: Tensor, most: float) -> None:

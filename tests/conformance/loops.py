@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -897,3 +898,19 @@ def hooks_on_the_step(distribute: Distribute) -> Any:
         opt.step()
         opt.zero_grad()
     return {**model.state_dict(), **{f"shadow {name}": value for name, value in shadow.items()}}
+
+
+@loop
+def a_step_replaced_on_the_object(distribute: Distribute) -> Any:
+    """Somebody has put a function of his own in the place of `step`; a hook still runs once for each."""
+    model = net()
+    opt = adam(model)
+    own, times = opt.step, torch.zeros(1)
+    opt.step = partial(own)  # type: ignore[method-assign]
+    opt.register_step_post_hook(lambda *_: times.add_(1))
+    model, opt, data = distribute(model, opt, rows())
+    for x, y in data:
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return {**model.state_dict(), "times": times}
