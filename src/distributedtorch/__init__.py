@@ -8,7 +8,8 @@ The map of the package:
   schedule     learning rates over optimizer steps
   decide       early stopping and other decisions that all ranks take together
   core         words and contracts: plan, comm, bucket, step, errors
-  sync         how replicas agree: ddp, zero; BatchNorm over ranks
+  sync         how replicas agree: ddp, zero, local, diloco, gossip; BatchNorm over ranks
+  wire         how bytes travel: shorter types, integers, signs, the largest few, low rank
   data         which rank sees which sample
   launch       starting, joining and ending processes
   elastic      the watch that names a missing rank
@@ -56,6 +57,7 @@ if not _command:  # `dtorch` needs none of this, nor the two seconds that torch 
         print,
         rank,
         stats,
+        sync,
         total,
         weight,
         world,
@@ -97,6 +99,7 @@ __all__ = [
     "schedule",
     "scores",
     "stats",
+    "sync",
     "total",
     "verify",
     "weight",

@@ -31,6 +31,7 @@ from distributedtorch.decide import NO_METRIC, Plateau, agreed
 from distributedtorch.launch import record
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.gradient import DividedGrad
+from distributedtorch.sync.loose import Loose
 from distributedtorch.sync.sparse import Sparse, tables
 
 
@@ -58,7 +59,7 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     mine = [p for group in given.param_groups for p in group["params"]]
     trained = [p for p in mine if p.requires_grad]
     trained.reverse()
-    sparse = tables(models) if world.size > 1 else set()
+    sparse = tables(models) if world.size > 1 and plan.lockstep else set()
     number = str(len(world.loop.members))
     rows, dense = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]
     syncs: list[Sync] = []
@@ -73,7 +74,7 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
             block=plan.block,
             share=plan.share,
         )
-        syncs.append(build(part, plan.sync, world))
+        syncs.append(build(part, plan, world))
     if rows:
         said = [names[id(p)] for p in rows]
         syncs.append(Sparse(rows, said, given, world.comm, f"tables/{number}", divide=plan.sync != "ddp"))
@@ -83,6 +84,7 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     if any(sync.divided for sync in syncs):
         world.undo += _whole_state(given, syncs)
         world.undo.append(lambda: _make_plain(given, syncs))
+    world.undo += [sync.settle for sync in syncs if isinstance(sync, Loose)]
 
 
 def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> None:

@@ -60,6 +60,9 @@ class _Collector:
         self.models = RUN.models if model is None else [RUN.models[model]]
         self.keys = keys_of(self.models)
         self.divided = divided.kept() if divided.ALL else {}
+        syncs = [member.sync for member in here().loop.members] if len(writers) == here().size > 1 else []
+        self.agreed = {key: value for sync in syncs for key, value in sync.consensus().items()}
+        """By the id of a tensor that replicas have each in its own way what is written for all of them."""
         self.common: list[Piece] = []
         """What all ranks have: each writes a share of it."""
         self.content = Content(head=_head())
@@ -69,6 +72,9 @@ class _Collector:
         if model is None:
             run["optimizers"] = [self._optimizer(number, one) for number, one in enumerate(RUN.optimizers)]
             self._rest(state)
+            for number, sync in enumerate(syncs):
+                for name, value in sync.own_state().items():
+                    self.content.pieces.append(_whole(f"rank.{here().rank}/sync.{number}/{name}", value, "state"))
         self.content.pieces += _share(self.common, *self.share)
 
     def _model(self, number: int, model: nn.Module) -> dict[str, Any]:
@@ -90,7 +96,7 @@ class _Collector:
 
     def _parameter(self, key: str, param: nn.Parameter) -> None:
         if id(param) not in self.divided:
-            self.common.append(_whole(key, param, "model", steady=True))
+            self.common.append(self._one_for_all(key, param, "model"))
             return
         slot, low, high, values = self.divided[id(param)]
         if low < high or (slot.numel == 0 and self.leads):
@@ -154,8 +160,13 @@ class _Collector:
     def _common_state(self, prefix: str, param: Tensor, name: str, value: Any) -> Any:
         if not _has_shape(value, tuple(param.shape)):
             return self._packed(prefix, {name: value})[name]
-        self.common.append(_whole(f"{prefix}/{name}", value, "state", steady=True))
+        self.common.append(self._one_for_all(f"{prefix}/{name}", value, "state"))
         return {"$tensor": f"{prefix}/{name}"}
+
+    def _one_for_all(self, key: str, tensor: Tensor, file: str) -> Piece:
+        """What all ranks have, or agree on."""
+        agreed = self.agreed.get(id(tensor))
+        return _whole(key, tensor, file, steady=True) if agreed is None else _whole(key, agreed, file)
 
     def _rest(self, state: Mapping[str, Any]) -> None:
         run, world = self.content.run, here()

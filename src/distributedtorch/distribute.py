@@ -79,7 +79,8 @@ def distribute(
         return result
     join_world()
     result, loaders = _attach(objects, given, effective, world, fill)
-    batchnorms = sum(batchnorm.count(model) for model in given.models) if world.size > 1 else 0
+    synchronised = given.models if world.size > 1 and effective.lockstep else []
+    batchnorms = sum(map(batchnorm.count, synchronised))
     report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
     _remember(effective, given)
     return result
@@ -183,7 +184,7 @@ def _attach(
         inspect.same_everywhere(given, list(loaders.values()), plan, comm)
         for model in given.models:
             attach.same_weights(model, comm)
-            world.undo += batchnorm.synchronise(model, loop)
+            world.undo += batchnorm.synchronise(model, loop) if plan.lockstep else []
     if plan.recompute:
         world.undo += attach.recompute(given.models, plan.block)
     if RUN.plan is None:
@@ -210,7 +211,7 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
     models = [*RUN.models, *given.models]
     for optimizer in given.optimizers:
         attach.optimizer(optimizer, models, plan, world, recipes.sync)
-    if world.size > 1:
+    if world.size > 1 and plan.lockstep:
         attach.rest(models, [*RUN.optimizers, *given.optimizers], world)
         if plan.sync == "zero3":
             divide = partial(recipes.divide, models=given.models, world=world, whole=False, block=plan.block)

@@ -18,6 +18,7 @@ from distributedtorch.core.plan import BLOCKWISE, Plan, Recipe, Traits, clash, k
 from distributedtorch.core.words import WORDS
 
 UNCHANGED = "as without it"
+LEFT_OUT = "what was left out, Ψ(1 + 1/N), kept for the next time"
 PAIR_TEST: str | None = "tests/conformance/test_words.py"
 """The test that trains under every pair of built words; None while there is none."""
 
@@ -46,6 +47,24 @@ MENU: dict[str, Recipe] = {
         holds="parameters Ψ/N and the blocks in use, gradients Ψ/N and a few buckets, optimizer state K·Ψ/N",
         travels="Ψ(N-1)/N: reduce-scatter of gradients; 2Ψ(N-1)/N: gather of parameters; k times with accumulate=k",
     ),
+    "local": Recipe(
+        traits=Traits(lockstep=False, owns="whole"),
+        summary="Replicas step alone and average their parameters every so many steps (or seconds, or by their drift).",
+        holds="parameters Ψ (2Ψ with a wire), gradients Ψ, optimizer state K·Ψ",
+        travels="2Ψ(N-1)/N per round: all-reduce of parameters, or of their changes with a wire",
+    ),
+    "diloco": Recipe(
+        traits=Traits(lockstep=False, owns="whole"),
+        summary="Replicas step alone; an outer optimizer (Nesterov) follows what they moved on average.",
+        holds="parameters Ψ, gradients Ψ, optimizer state K·Ψ, outer parameters and momentum 2Ψ",
+        travels="2Ψ(N-1)/N per round: all-reduce of what moved",
+    ),
+    "gossip": Recipe(
+        traits=Traits(lockstep=False, owns="whole", sends="values"),
+        summary="Each replica averages its parameters with one other at a time.",
+        holds="parameters Ψ, gradients Ψ, optimizer state K·Ψ",
+        travels="Ψ per round, to one other rank",
+    ),
     "bf16": Recipe(
         traits=Traits(),
         summary="Forward and backward compute in bfloat16 where that is safe (autocast).",
@@ -53,7 +72,7 @@ MENU: dict[str, Recipe] = {
         travels=UNCHANGED,
     ),
     "fp16": Recipe(
-        traits=Traits(),
+        traits=Traits(needs_lockstep=True),
         summary="Forward and backward compute in float16 where that is safe, from a loss scale all ranks share.",
         holds="parameters, gradients and optimizer state in float32 as without it; activations in float16",
         travels="as without it, and one number per step: whether all gradients are finite",
@@ -65,7 +84,7 @@ MENU: dict[str, Recipe] = {
         travels=UNCHANGED,
     ),
     "accumulate": Recipe(
-        traits=Traits(needs_lockstep=True),
+        traits=Traits(),
         summary="k loader batches make one optimizer step.",
         holds=UNCHANGED,
         travels="as without it, once per k batches; under zero2 the gradient half k times",
@@ -100,6 +119,29 @@ MENU: dict[str, Recipe] = {
         holds="under zero3 the blocks in use: larger ones, more memory and fewer exchanges",
         travels=UNCHANGED,
     ),
+    **{
+        f"wire={name}": Recipe(
+            traits=Traits(accepts=("whole",), carries=("sums", "values") if values else ("sums",)),
+            summary=summary,
+            holds=holds,
+            travels=travels,
+        )
+        for name, values, summary, holds, travels in (
+            ("bf16", True, "Numbers travel in bfloat16.", UNCHANGED, "half of it in float32"),
+            ("fp16", True, "Numbers travel in float16, divided by the largest.", UNCHANGED, "half of it in float32"),
+            ("int8", True, "Numbers travel in 8 bits, rounded at random.", UNCHANGED, "0.254 of it in float32"),
+            ("sign", False, "Signs travel, and a scale per 2048 of them.", LEFT_OUT, "0.032 of it in float32"),
+            ("topk", False, "The largest numbers travel, a part r of them.", LEFT_OUT, "2r of it in float32"),
+            ("randomk", False, "Numbers at random places travel, a part r of them.", LEFT_OUT, "r of it"),
+            (
+                "powersgd",
+                False,
+                "Two factors of rank r travel of each matrix.",
+                f"{LEFT_OUT}; the second factors",
+                "r(n+m)/nm of it for a matrix of n x m",
+            ),
+        )
+    },
 }
 """Word -> how it is carried out. What is not here is not built yet."""
 

@@ -11,28 +11,41 @@ from torch import nn
 
 from distributedtorch.core.blocks import block_of_each, blocks_in, small_ones_together
 from distributedtorch.core.bucket import bucket_bytes, lay_out
+from distributedtorch.core.plan import Plan
 from distributedtorch.core.shared import EACH_ITS_OWN
 from distributedtorch.core.sync import Sync, Trained
+from distributedtorch.core.wire import Code, Wire
 from distributedtorch.core.world import World
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
+from distributedtorch.sync.diloco import Diloco
 from distributedtorch.sync.divided import Divided
+from distributedtorch.sync.gossip import Gossip
+from distributedtorch.sync.local import Local
 from distributedtorch.sync.memory import Memory, Replicated
 from distributedtorch.sync.once import OncePerHost
 from distributedtorch.sync.optimizers import owns_whole
 from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
+from distributedtorch.wire.cast import Bf16, Fp16
+from distributedtorch.wire.feedback import Coded
+from distributedtorch.wire.plain import Plain
+from distributedtorch.wire.powersgd import PowerSgd
+from distributedtorch.wire.quantize import Int8, Sign
+from distributedtorch.wire.sparsify import RandomK, TopK
 
+Build = Callable[[Trained, Plan, World], Sync]
 _SMALL = 1 << 20
 """Blocks are gathered together up to so many bytes: each gather costs about as long as moving that much."""
 
 
-def _ddp(trained: Trained, world: World) -> Sync:
-    return Ddp(trained.params, trained.names, trained.optimizer, world.comm, trained.name)
+def _ddp(trained: Trained, plan: Plan, world: World) -> Sync:
+    made = wire(plan, world)
+    return Ddp(trained.params, trained.names, trained.optimizer, world.comm, trained.name, wire=made)
 
 
-def _zero(stage: int) -> Callable[[Trained, World], Sync]:
-    def build(trained: Trained, world: World) -> Sync:
+def _zero(stage: int) -> Build:
+    def build(trained: Trained, plan: Plan, world: World) -> Sync:
         params, names, name, whole = trained.params, trained.names, trained.name, owns_whole(trained.optimizer)
         memory: Memory
         if stage == 3:
@@ -77,12 +90,51 @@ def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> Non
         world.undo.append(memory.close)
 
 
-def sync(trained: Trained, word: str, world: World) -> Sync:
-    """The sync that a plan's word means here."""
+def _rounds(kind: Callable[..., Sync]) -> Build:
+    def build(trained: Trained, plan: Plan, world: World) -> Sync:
+        return kind(trained, world.comm, wire(plan, world), world.loop.meet, **plan.options(plan.sync))
+
+    return build
+
+
+def _gossip(trained: Trained, plan: Plan, world: World) -> Sync:
+    return Gossip(trained, world.comm, _code(plan), world.loop.meet, **plan.options("gossip"))  # type: ignore[arg-type]
+
+
+def sync(trained: Trained, plan: Plan, world: World) -> Sync:
+    """The sync that a plan means here."""
     if world.size == 1:
         return Alone(trained.params, trained.names, trained.optimizer, world.comm)
-    return SYNCS[word](trained, world)
+    return SYNCS[plan.sync](trained, plan, world)
 
 
-SYNCS: dict[str, Callable[[Trained, World], Sync]] = {"ddp": _ddp, **{f"zero{k}": _zero(k) for k in (1, 2, 3)}}
+SYNCS: dict[str, Build] = {
+    "ddp": _ddp,
+    **{f"zero{k}": _zero(k) for k in (1, 2, 3)},
+    "local": _rounds(Local),
+    "diloco": _rounds(Diloco),
+    "gossip": _gossip,
+}
 """Sync word -> what makes it."""
+
+CODES: dict[str, Callable[..., Code]] = {
+    "bf16": Bf16,
+    "fp16": Fp16,
+    "int8": Int8,
+    "sign": Sign,
+    "topk": TopK,
+    "randomk": RandomK,
+}
+"""Wire word -> the code it means; `powersgd` is none, it works on whole matrices."""
+
+
+def _code(plan: Plan) -> Code | None:
+    return None if plan.wire is None else CODES[plan.wire.name](**plan.options("wire"))
+
+
+def wire(plan: Plan, world: World) -> Wire:
+    """How sums travel under a plan."""
+    if plan.wire is not None and plan.wire.name == "powersgd":
+        return PowerSgd(world.comm, **plan.options("wire"))  # type: ignore[arg-type]
+    code = _code(plan)
+    return Plain(world.comm) if code is None else Coded(world.comm, code)

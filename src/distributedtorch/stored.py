@@ -153,6 +153,7 @@ class Stored:
         if scale is not None and self.run["loss scale"] is not None:
             scale.load_state_dict(self.run["loss scale"])
         here().loop.steps = self.step
+        self._replicas()
         self._random()
 
     def _models(self) -> None:
@@ -249,6 +250,17 @@ class Stored:
             found = self.reader.whole(key)
         stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as torch's own loading has it
         return found if stays else found.to(param.device)
+
+    def _replicas(self) -> None:
+        """What this rank alone had, where it goes on under the plan and in the world that it was saved in."""
+        content = self.reader.index.content
+        if here().size != content["world"] or content["plan"] != str(RUN.plan):
+            return
+        for number, member in enumerate(here().loop.members):
+            prefix = f"rank.{here().rank}/sync.{number}/"
+            mine = {key.removeprefix(prefix) for key in self.reader.index.tensors if key.startswith(prefix)}
+            if mine:
+                member.sync.take_own_state({name: self.reader.whole(prefix + name) for name in sorted(mine)})
 
     def _random(self) -> None:
         """The order of data goes on; each rank's own numbers too, where it had any."""

@@ -15,6 +15,7 @@ from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.launch.start import join_world
+from distributedtorch.sync.loose import Loose
 
 Number = TypeVar("Number", int, float, Tensor)
 
@@ -54,6 +55,16 @@ def barrier() -> None:
     """Return when every rank has come here."""
     join_world()
     here().comm.barrier()
+
+
+def sync() -> None:
+    """Make replicas the same that step alone (`local`, `diloco`, `gossip`): a round now. Nothing to do under others.
+
+    All ranks call it after the same optimizer step: before an evaluation, or before a model is taken out of the run.
+    """
+    for member in here().loop.members:
+        if isinstance(member.sync, Loose):
+            member.sync.settle()
 
 
 def total(x: Number) -> Number:
@@ -116,6 +127,8 @@ class Stats:
     """Time the training thread was held, by kind of exchange."""
     exchanges: dict[str, int]
     """Exchanges begun, by kind."""
+    drift: float | None = None
+    """How far replicas that step alone were apart in the last round, relative to the size of the parameters."""
 
 
 def stats() -> Stats:
@@ -123,7 +136,9 @@ def stats() -> Stats:
     held: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for member in here().loop.members:
         for kind, size in member.sync.bytes_held().items():
-            held[kind] += size
+            held[kind] = held.get(kind, 0) + size
+    loose = [member.sync for member in here().loop.members if isinstance(member.sync, Loose)]
+    drifts = [sync.drift for sync in loose if sync.drift is not None]
     traffic = {kind: t for kind, t in here().comm.traffic.items() if t.count}
     return Stats(
         steps=here().loop.steps,
@@ -131,6 +146,7 @@ def stats() -> Stats:
         bytes_sent={kind: t.bytes_sent for kind, t in traffic.items()},
         seconds_waiting={kind: t.seconds for kind, t in traffic.items()},
         exchanges={kind: t.count for kind, t in traffic.items()},
+        drift=max(drifts, default=None),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from distributedtorch.core import plan as plan_module
 from distributedtorch.core.errors import PlanError
 from distributedtorch.core.plan import Plan, Recipe, Traits, Word, resolve, sources, use_menu
-from distributedtorch.core.words import WORDS, Arg, Name, Range, Row, Value, read
+from distributedtorch.core.words import WORDS, Arg, Name, OneOf, Range, Row, Value, read
 
 BUILT = {
     "ddp": Traits(owns="whole"),
@@ -48,12 +48,17 @@ def number(draw: random.Random, legal: Range) -> int | float:
     return draw.randint(int(legal.least), 512) if legal.whole else draw.choice([1, 0.01, 1e-05, draw.random() + 1e-9])
 
 
+def option(draw: random.Random, legal: Range | OneOf) -> Value:
+    return Word(draw.choice(legal.names)) if isinstance(legal, OneOf) else number(draw, legal)
+
+
 def legal_word(draw: random.Random, row: Row) -> Word:
     if isinstance(row.takes, Name):
         return Word(row.name, value=Word(draw.choice(["Layer", "block", "_x9"])))
     if row.takes:
         return Word(row.name, value=number(draw, row.takes))
     args = tuple(Arg(number(draw, legal), key=draw.choice([key, None])) for key, legal in row.args.items())
+    args += tuple(Arg(option(draw, legal), key=key) for key, legal in row.options.items() if draw.random() < 0.5)
     if row.kind == "wire":
         return Word("wire", value=Word(row.name.removeprefix("wire="), args=args))
     return Word(draw.choice(["zero", "zero3"]) if row.name == "zero3" else row.name, args=args)

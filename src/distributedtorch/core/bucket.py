@@ -10,6 +10,7 @@ Parameters are laid out in reverse order of registration, near the order in whic
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,13 @@ class Slab:
 
 
 def lay_out(
-    params: Sequence[Tensor], world: int, *, whole: bool, limit: int | None = None, blocks: Sequence[int] = ()
+    params: Sequence[Tensor],
+    world: int,
+    *,
+    whole: bool,
+    limit: int | None = None,
+    blocks: Sequence[int] = (),
+    cut: bool = True,
 ) -> list[Slab]:
     """Plan slabs for `params`, in the order given.
 
@@ -89,6 +96,7 @@ def lay_out(
         whole: A parameter is owned by one rank, never divided.
         limit: Bytes a bucket has at most.
         blocks: For each parameter the block it belongs to: a slab holds parameters of one block only.
+        cut: A parameter may have elements in several buckets.
     """
     limit = limit or bucket_bytes(sum(map(_bytes, params)))
     owners = _balance(params, world) if whole else None
@@ -96,7 +104,7 @@ def lay_out(
     for index, param in enumerate(params):
         kinds.setdefault((param.dtype, param.device), []).append(index)
     runs = [run for indices in kinds.values() for run in _runs(params, indices, limit, blocks or [0] * len(params))]
-    return [_slab(params, run, owners, world, limit) for run in runs]
+    return [_slab(params, run, owners, world, limit if cut else sys.maxsize) for run in runs]
 
 
 def is_empty(tensor: Tensor) -> bool:

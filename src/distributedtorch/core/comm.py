@@ -196,6 +196,19 @@ class Comm:
         if host is not tensor and self.rank != root:
             tensor.detach().copy_(host)
 
+    def swap(self, name: str, mine: Tensor, peer: int, count: int) -> Tensor:
+        """Give `mine` to one other rank, which does the same at its own `count`, and get its tensor of the same kind.
+
+        Nobody else takes part.
+        """
+        host = mine.detach().to("cpu").contiguous()
+        found, none = torch.empty_like(host), host.new_empty(0)
+        self.count_sent("swap", host.numel() * host.element_size())
+        out, into = ([one if k == peer else none for k in range(self.world)] for one in (host, found))
+        with self.held("swap", f"{name} with rank {peer}"):
+            wait_all(self.pairs.swap(name, out, into, count))
+        return found.to(mine.device)
+
     def barrier(self, name: str = "barrier") -> None:
         """Return when every rank has come here."""
         if self.world > 1:

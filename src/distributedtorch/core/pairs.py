@@ -101,7 +101,7 @@ class Pairs:
     def __init__(self, rank: int, world: int, pool: Pool) -> None:
         self.rank, self.world, self.pool = rank, world, pool
         self._counts: dict[str, int] = defaultdict(int)
-        self._progress = Beside("exchange")
+        self.progress = Beside("exchange")
 
     def begin(self, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool) -> Posted:
         """Post what can be posted now; a thread sums and posts the rest."""
@@ -110,7 +110,7 @@ class Pairs:
         own = mine.stop - mine.start
         if out is None:
             works = self._gather_posts(flat, bounds, tag)
-            self._progress.hand_over(posted, lambda: wait_all(works))
+            self.progress.hand_over(posted, lambda: wait_all(works))
             return posted
         parts = {k: self.pool.borrow(own, flat.dtype) for k in self._others()} if own else {}
         received = list(parts.values())
@@ -130,7 +130,7 @@ class Pairs:
                     sends.extend(post(dist.isend, flat[mine], k, tag | RESULT) for k in self._others())
             posted.last = lambda: wait_all(sends + sums)
 
-        self._progress.hand_over(posted, finish)
+        self.progress.hand_over(posted, finish)
         return posted
 
     def exchange(self, name: str, mine: Tensor) -> Callable[[], Tensor]:
@@ -146,6 +146,15 @@ class Pairs:
 
         return finish
 
+    def swap(self, name: str, out: Sequence[Tensor], into: Sequence[Tensor], count: int | None = None) -> Works:
+        """Give each other rank its `out` and fill each `into`; what is empty does not travel.
+
+        `count` tells exchanges of one name apart where not all ranks take part in each.
+        """
+        tag = self._tag(name, count)
+        receives = [post(dist.irecv, into[k], k, tag) for k in self._others() if into[k].numel()]
+        return receives + [post(dist.isend, out[k], k, tag) for k in self._others() if out[k].numel()]
+
     def broadcast(self, name: str, host: Tensor, root: int) -> None:
         """Give every rank `root`'s values."""
         tag = self._tag(name)
@@ -156,7 +165,7 @@ class Pairs:
 
     def close(self) -> None:
         """End the threads."""
-        self._progress.close()
+        self.progress.close()
 
     def _gather_posts(self, flat: Tensor, bounds: Sequence[int], tag: int) -> Works:
         mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
@@ -168,14 +177,14 @@ class Pairs:
         """The other ranks, each rank beginning after itself so that not all talk to one."""
         return [(self.rank + k) % self.world for k in range(1, self.world)]
 
-    def _tag(self, name: str) -> int:
+    def _tag(self, name: str, count: int | None = None) -> int:
         """What marks the messages of the next exchange of that name.
 
         Names may share a channel: what is posted when an exchange begins still comes in order.
         """
         self._counts[name] += 1
         channel = zlib.crc32(name.encode()) & ((1 << _CHANNEL_BITS) - 1)
-        return channel << _COUNT_BITS | (self._counts[name] & ((1 << _COUNT_BITS) - 1))
+        return channel << _COUNT_BITS | ((self._counts[name] if count is None else count) & ((1 << _COUNT_BITS) - 1))
 
 
 def relayed_tag(line: int, count: int) -> int:

@@ -114,6 +114,19 @@ class Plan:
         return self._name_of_kind("sync") or DEFAULT_SYNC
 
     @property
+    def lockstep(self) -> bool:
+        """Whether replicas take steps together, so that what they compute is what one process would."""
+        return traits(self.sync).lockstep
+
+    def options(self, name: str) -> dict[str, float | str]:
+        """The arguments of a word as plain numbers and names; for a wire, of its way. Empty without the word."""
+        word = self.get(name)
+        if word is None:
+            return {}
+        bound = WORDS[key(word)].bind(_inner(word).args) or {}
+        return {name: value.name if isinstance(value, Word) else value for name, value in bound.items()}
+
+    @property
     def precision(self) -> Literal["bf16", "fp16", "fp8"] | None:
         """The type to compute in, None for the model's own."""
         return cast(Literal["bf16", "fp16", "fp8"] | None, self._name_of_kind("precision"))
@@ -228,9 +241,10 @@ def canonical(word: Word) -> Word:
 
 def _canonical_args(word: Word, row: Row) -> Word:
     bound = row.bind(word.args)
-    if not bound or set(bound) != set(row.args):
+    if not bound or not set(row.args) <= set(bound):
         return word
-    args = tuple(Arg(bound[name], key=None if row.positional else name) for name in row.args)
+    given = [name for name in row.args | row.options if name in bound]
+    args = tuple(Arg(bound[name], key=None if row.positional else name) for name in given)
     return Word(word.name, value=word.value, args=args)
 
 
@@ -240,10 +254,7 @@ def legal(word: Word) -> bool:
     if row.takes:
         return word.value is not None and row.takes.accepts(word.value)
     inner = _inner(word)
-    bound = row.bind(inner.args)
-    if bound is None or inner.value is not None or set(bound) != set(row.args):
-        return False
-    return all(row.args[name].accepts(value) for name, value in bound.items())
+    return inner.value is None and row.accepts(row.bind(inner.args))
 
 
 def _inner(word: Word) -> Word:
@@ -324,6 +335,8 @@ def _unmet(asking: str, other: str) -> str | None:
     asks, has = traits(asking), traits(other)
     if asks.needs_lockstep and not has.lockstep:
         return f"for `{asking}`, replicas that take steps together; under `{other}` they step alone"
+    if WORDS[asking].kind == "wire" and WORDS[other].kind == "sync" and has.sends not in asks.carries:
+        return f"for `{asking}`, a sync that sends sums; under `{other}` values of parameters travel"
     if has.owns != "none" and has.owns not in asks.accepts:
         return f"for `{asking}`, ranks that own {_listed([OWNING[owns] for owns in asks.accepts])}; " + (
             f"under `{other}` they own {OWNING[has.owns]}"

@@ -241,10 +241,12 @@ class Loop:
             member.weight = share * self.present_units / member.units[0] if member.units else share
             self._stand_down(member)
             member.window.begin()
-            member.exchanging = member.closing and not (self._learns(member) and member.window.defers)
-            member.window.open = member.window.open or not member.exchanging
+            defers = self._learns(member) and member.window.defers
+            member.exchanging = member.closing and member.sync.lockstep and not defers
+            member.window.open = member.sync.lockstep and (member.window.open or not member.exchanging)
             member.sync.root = self.loss_scale.value if self.loss_scale is not None and roots else 1.0
-            member.sync.begin(exchange=member.exchanging, hide=not member.exchanging)
+            shows = member.exchanging if member.sync.lockstep else member.closing
+            member.sync.begin(exchange=member.exchanging, hide=not shows)
         if any(member.weight != 1.0 for member in self.members):
             self._weigh_parameters()
 
@@ -264,7 +266,7 @@ class Loop:
         member.sync.scale = window / self.comm.world / member.sync.root
 
     def _end(self) -> None:
-        exchanging = [m for m in self.members if m.exchanging or m.sync.eager]
+        exchanging = [m for m in self.members if m.sync.lockstep and (m.exchanging or m.sync.eager)]
         for member in exchanging:
             if member.accumulate == 1 and not member.touched and any(member.sync.filled):
                 self._touch(member)
@@ -370,6 +372,14 @@ class Loop:
                 member.seen[index] = True
                 member.sync.ready(index, again=False)
         self._end()
+
+    def meet(self, name: str, numbers: Sequence[float]) -> list[list[float]]:
+        """Replicas that step alone come together: every rank's numbers, if all have taken as many steps."""
+        head = [float(self.steps), float(len(self.requests))]
+        rows = self.comm.exchange(name, torch.tensor([*head, *numbers], dtype=torch.float64)).tolist()
+        self._same_batch([[-1, row[0]] for row in rows])
+        self.requested = int(max(row[1] for row in rows))
+        return [row[2:] for row in rows]
 
     def _exchange(self, members: list[Member]) -> None:
         """Finish what hooks began: control message, the buckets left over, the gradients in place."""

@@ -49,6 +49,8 @@ class Sync(ABC):
     optimizer: torch.optim.Optimizer | None
     eager: bool = False
     """Whether it exchanges at every backward, also inside a window of several batches."""
+    lockstep: bool = True
+    """Whether replicas step together: gradients are exchanged, and the loop sees that ranks are at the same batch."""
     divided: bool = False
     """Whether each rank has a part of the optimizer's state only."""
 
@@ -118,6 +120,18 @@ class Sync(ABC):
         """What this rank keeps of the state of parameter `index`: all of it, unless divided."""
         param = self.params[index]
         return Kept(low=0, high=param.numel(), stride=tuple(param.stride()), shape=None)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank alone has and needs to go on as it would have."""
+        return {}
+
+    def take_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `own_state` gave."""
+        return
+
+    def consensus(self) -> dict[int, Tensor]:
+        """By the id of a tensor that differs between ranks what they stand for together. A group call."""
+        return {}
 
     def bytes_of_state(self) -> int:
         """Bytes of the optimizer's state of these parameters on this rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from distributedtorch.core.errors import PlanError, explain
 
@@ -17,6 +17,7 @@ Kind = Literal["sync", "precision", "number", "memory", "split", "wire", "auto"]
 Form = Literal["bare", "value", "args"]
 Owns = Literal["whole", "flat", "split", "none"]
 Places = Literal["rank", "host", "device"]
+Sends = Literal["sums", "values"]
 
 EXCLUSIVE: frozenset[Kind] = frozenset({"sync", "precision", "wire"})
 """Kinds of which a plan has at most one word."""
@@ -209,6 +210,10 @@ class Traits:
     """Whether it works only where replicas take steps together."""
     accepts: tuple[Owns, ...] = ("whole", "flat", "split")
     """The kinds of ownership it works with."""
+    sends: Sends = "sums"
+    """What travels: `sums` over ranks, of gradients or of changes; or the `values` of parameters themselves."""
+    carries: tuple[Sends, ...] = ("sums", "values")
+    """What can travel in its form, for a wire."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +262,25 @@ class Name:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OneOf:
+    """An argument that is one of a few names."""
+
+    names: tuple[str, ...]
+
+    def settle(self, value: Value) -> Value:
+        """The name as it is."""
+        return value
+
+    def accepts(self, value: Value | None) -> bool:
+        """Whether it is one of them, alone."""
+        return isinstance(value, Word) and not value.args and value.name in self.names
+
+    def __str__(self) -> str:
+        """What is needed, in words."""
+        return " or ".join(self.names)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One word of the vocabulary."""
 
@@ -271,7 +295,9 @@ class Row:
     takes: Range | Name | None = None
     """The legal values after `=`, for a word that takes one."""
     args: dict[str, Range]
-    """The legal values of each argument in brackets, all of them required."""
+    """The legal values of each argument in brackets that must be there."""
+    options: dict[str, Range | OneOf]
+    """The legal values of those that may be left out, told by their keys."""
     positional: bool = False
     """Whether canonical text leaves the arguments' keys out."""
     numerics: bool = False
@@ -282,7 +308,7 @@ class Row:
     @property
     def form(self) -> Form:
         """How it is written: alone, with a value, or with arguments."""
-        if self.args:
+        if self.args or self.options:
             return "args"
         return "value" if self.takes else "bare"
 
@@ -291,21 +317,28 @@ class Row:
         """How it must be written, for messages."""
         if self.takes:
             return f"`{self.name}=` and {self.takes}"
-        if self.args:
+        if self.args or self.options:
             keys = ", ".join(f"{key}=..." for key in self.args)
-            return f"`{self.name}({keys})` with " + ", ".join(f"{key} {range_}" for key, range_ in self.args.items())
+            said = [f"{key} {legal}" for key, legal in self.args.items()]
+            said += [f"perhaps {key} {legal}" for key, legal in self.options.items()]
+            return f"`{self.name}{f'({keys})' if keys else ''}` with {', '.join(said)}"
         return f"`{self.name}` alone, without a value"
 
     def bind(self, args: tuple[Arg, ...]) -> dict[str, Value] | None:
         """The arguments by key, settled; None if one has no place or stands twice."""
         bound: dict[str, Value] = {}
-        keys = list(self.args)
-        for arg, place in zip(args, [*keys, *[""] * len(args)], strict=False):
+        legal = self.args | self.options
+        for arg, place in zip(args, [*self.args, *[""] * len(args)], strict=False):
             key = arg.key or place
-            if key not in self.args or key in bound:
+            if key not in legal or key in bound:
                 return None
-            bound[key] = self.args[key].settle(arg.value)
+            bound[key] = legal[key].settle(arg.value)
         return bound
+
+    def accepts(self, bound: dict[str, Value] | None) -> bool:
+        """Whether bound arguments are legal and none that is needed is missing."""
+        legal = self.args | self.options
+        return bound is not None and set(self.args) <= set(bound) and all(legal[k].accepts(v) for k, v in bound.items())
 
 
 def _row(
@@ -316,6 +349,7 @@ def _row(
     *,
     takes: Range | Name | None = None,
     args: dict[str, Range] | None = None,
+    options: dict[str, Range | OneOf] | None = None,
     positional: bool = False,
     numerics: bool = False,
 ) -> Row:
@@ -328,6 +362,7 @@ def _row(
         example=example,
         takes=takes,
         args=args or {},
+        options=options or {},
         positional=positional,
         numerics=numerics,
         planned=planned,
@@ -340,7 +375,7 @@ RATIO = Range(whole=False, least=0, most=1)
 EVERY = {"every": COUNT}
 ALONE = Traits(lockstep=False, owns="whole")
 PLAIN = Traits()
-WHOLE_ONLY = Traits(accepts=("whole",))
+SPARSE: dict[str, Any] = {"args": {"ratio": RATIO}, "positional": True}
 
 _ROWS = (
     _row("sync", "ddp", "every rank holds everything; gradients are averaged each step"),
@@ -348,9 +383,19 @@ _ROWS = (
     _row("sync", "zero2", "zero1, and each rank keeps the gradients of its share only"),
     _row("sync", "zero3", "zero2, and each rank keeps the parameters of its share only"),
     _row(
-        "sync", "local(every=32)", "replicas step alone and average parameters every so many steps", ALONE, args=EVERY
+        "sync",
+        "local(every=32)",
+        "replicas step alone and average parameters every so many steps",
+        args=EVERY,
+        options={"after": Range(least=0), "seconds": POSITIVE, "drift": POSITIVE},
     ),
-    _row("sync", "diloco(every=100)", "local, with an outer optimizer over what moved (DiLoCo)", ALONE, args=EVERY),
+    _row(
+        "sync",
+        "diloco(every=100)",
+        "local, with an outer optimizer over what moved (DiLoCo)",
+        args=EVERY,
+        options={"lr": POSITIVE, "momentum": RATIO},
+    ),
     _row(
         "sync",
         "server(staleness=4)",
@@ -358,7 +403,12 @@ _ROWS = (
         ALONE,
         args={"staleness": Range(least=0)},
     ),
-    _row("sync", "gossip", "each replica averages with one neighbour at a time", ALONE),
+    _row(
+        "sync",
+        "gossip",
+        "each replica averages with one other at a time",
+        options={"every": COUNT, "pairs": OneOf(names=("ring", "random"))},
+    ),
     _row("sync", "groups(every=8)", "groups step together and average with each other now and then", ALONE, args=EVERY),
     _row("precision", "bf16", "compute in bfloat16, keep parameters in float32", numerics=True),
     _row("precision", "fp16", "compute in float16 with a loss scale, keep parameters in float32", numerics=True),
@@ -375,25 +425,18 @@ _ROWS = (
     _row("split", "pipeline=4", "ranks that divide the layers into stages", PLAIN, takes=COUNT),
     _row("split", "context=2", "ranks that divide each sequence", PLAIN, takes=COUNT),
     _row("split", "replicate=2", "replicas of the model", PLAIN, takes=COUNT),
-    _row("wire", "wire=bf16", "exchange in bfloat16", PLAIN),
-    _row("wire", "wire=fp16", "exchange in float16", PLAIN),
-    _row("wire", "wire=int8", "exchange in 8-bit integers with a scale per block", PLAIN),
-    _row(
-        "wire",
-        "wire=topk(0.01)",
-        "exchange the largest entries only, this part of them",
-        WHOLE_ONLY,
-        args={"ratio": RATIO},
-        positional=True,
-    ),
+    _row("wire", "wire=bf16", "exchange in bfloat16"),
+    _row("wire", "wire=fp16", "exchange in float16, with a scale per block"),
+    _row("wire", "wire=int8", "exchange in 8-bit integers with a scale per block, rounded at random"),
+    _row("wire", "wire=sign", "exchange signs and a scale per block"),
+    _row("wire", "wire=topk(0.01)", "exchange the largest entries only, this part of them", **SPARSE),
+    _row("wire", "wire=randomk(0.01)", "exchange entries drawn at random, this part of them", **SPARSE),
     _row(
         "wire",
         "wire=powersgd(rank=4)",
-        "exchange two thin factors of each gradient (PowerSGD)",
-        WHOLE_ONLY,
+        "exchange two thin factors of each matrix (PowerSGD)",
         args={"rank": COUNT},
     ),
-    _row("wire", "wire=sign", "exchange signs and one scale", PLAIN),
     _row("auto", "auto", "choose by prediction whatever is left open", PLAIN),
 )
 

@@ -9,17 +9,18 @@ Use it when the model and its optimizer state fit every rank. Do not when they d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distributedtorch.core.bucket import lay_out
 from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.plan import Traits
-from distributedtorch.core.sync import Sync
+from distributedtorch.core.sync import Sync, bytes_of
+from distributedtorch.core.wire import Wire, travelling
 from distributedtorch.sync.collect import Cell, Collect
+from distributedtorch.wire.plain import Plain
 
 TRAITS = Traits(lockstep=True, owns="none", places="rank")
 
@@ -34,20 +35,24 @@ class Ddp(Sync):
         optimizer: torch.optim.Optimizer | None,
         comm: Comm,
         name: str,
+        *,
+        wire: Wire | None = None,
     ) -> None:
         self.params, self.names, self.optimizer, self.comm, self.scale = params, names, optimizer, comm, 1.0
-        slabs = lay_out(params, comm.world, whole=False)
+        self.wire = wire or Plain(comm)
+        slabs = travelling(params, self.wire, comm.world)
         self.collect = Collect(params, slabs, comm, self._send, name=f"gradients/{name}", keep=True)
 
     def _send(self, cell: Cell, flat: Tensor, bounds: Sequence[int]) -> Pending:
-        return self.comm.all_reduce(cell.name, flat, bounds)
+        slots = [self.collect.where[index][1] for index in cell.bucket.slots]
+        return self.wire.all_reduce(cell.name, flat, bounds, slots)
 
     @property
     def filled(self) -> list[bool]:
         return self.collect.filled
 
     def begin(self, *, exchange: bool, hide: bool) -> None:
-        self.collect.apart = self.windowed or self.root != 1.0
+        self.collect.apart = self.windowed or self.root != 1.0 or self.wire.lossy
         self.collect.begin(exchange=exchange, hide=hide)
         self.collect.put_away()
 
@@ -87,9 +92,16 @@ class Ddp(Sync):
     def update(self, step: Callable[[], Any]) -> Any:
         return step()
 
+    def own_state(self) -> dict[str, Tensor]:
+        return self.wire.state()
+
+    def take_own_state(self, state: Mapping[str, Tensor]) -> None:
+        self.wire.take_state(state)
+
     def bytes_held(self) -> dict[str, int]:
         return {
             "parameters": sum(p.numel() * p.element_size() for p in self.params),
             "gradients": sum(b.numel() * b.element_size() for b in self.collect.buffers()),
             "optimizer": self.bytes_of_state(),
+            "left out": sum(map(bytes_of, self.wire.state().values())),
         }

@@ -1,0 +1,96 @@
+"""The contract of a wire: how sums over ranks travel. Final classes live in `wire/`.
+
+A wire that makes numbers smaller leaves something out. What it leaves out of a sum it keeps and adds to the next one
+(error feedback), unless its rounding is right on average.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from distributedtorch.core.bucket import Slab, Slot, lay_out
+from distributedtorch.core.comm import Pending
+
+SMALL = 1024
+"""Parameters of fewer elements travel as they are."""
+
+
+class Wire(ABC):
+    """How sums over ranks travel."""
+
+    cuts: bool = True
+    """Whether a large parameter may travel in several exchanges."""
+    lossy: bool = True
+    """Whether something may be left out of a sum."""
+
+    @abstractmethod
+    def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
+        """Sum `flat[bounds[0]:bounds[-1]]` over ranks, the same result everywhere; `slots` are the parameters in it."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank has left out of sums so far, by exchange."""
+        return {}
+
+    def take_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state."""
+        return
+
+
+def travelling(params: Sequence[Tensor], wire: Wire, world: int) -> list[Slab]:
+    """How parameters lie in memory whose sums travel by a wire: small ones together, where it treats them apart."""
+    blocks = [int(param.numel() >= SMALL) for param in params] if wire.lossy else []
+    return lay_out(params, world, whole=False, blocks=blocks, cut=wire.cuts)
+
+
+class Code(ABC):
+    """A form for numbers that takes fewer bytes, the same number of bytes for the same number of elements.
+
+    `key` is the same on all ranks in one exchange and another in the next; `draw` is drawn from where a rank needs
+    random numbers of its own.
+    """
+
+    feedback: ClassVar[bool]
+    """Whether what it leaves out must be kept for the next time: its rounding is not right on average."""
+
+    @abstractmethod
+    def bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The size of a code."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+        """The code of one-dimensional values, as bytes."""
+
+    @abstractmethod
+    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
+        """The values of a code."""
+
+
+def pack(*parts: Tensor) -> Tensor:
+    """Tensors of any types put one after the other, as bytes."""
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+
+
+def unpack(code: Tensor, *parts: tuple[int, torch.dtype]) -> list[Tensor]:
+    """What `pack` was given, by number of elements and type."""
+    found, at = [], 0
+    for numel, dtype in parts:
+        size = numel * dtype.itemsize
+        found.append(code[at : at + size].clone().view(dtype))  # a copy: views need addresses that fit their type
+        at += size
+    return found
+
+
+def in_blocks(values: Tensor, block: int) -> Tensor:
+    """Values in rows of `block`, the last one filled up with zeros."""
+    missing = -values.numel() % block
+    return torch.nn.functional.pad(values, (0, missing)).view(-1, block)
+
+
+def blocks_of(numel: int, block: int) -> int:
+    """In how many rows."""
+    return -(-numel // block)

@@ -1,0 +1,156 @@
+"""Replicas that step alone: what rounds of averaging share. `local`, `diloco` and `gossip` say what a round does.
+
+Gradients stay on their rank, weighed as under ddp by how many rows of the global batch it had, so that averaging after
+every step is ddp for plain SGD. Running statistics of BatchNorm are each replica's own and are averaged in rounds too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributedtorch.core.bucket import Slab
+from distributedtorch.core.comm import Comm
+from distributedtorch.core.errors import CheckpointError, explain
+from distributedtorch.core.sync import Trained, bytes_of, leaves
+from distributedtorch.core.wire import Wire, travelling
+from distributedtorch.sync.alone import Alone
+from distributedtorch.wire.plain import Plain
+
+Meet = Callable[[str, Sequence[float]], list[list[float]]]
+
+
+class Loose(Alone):
+    """Replicas that step alone between rounds."""
+
+    lockstep = False
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, trained: Trained, comm: Comm, wire: Wire, period: int) -> None:
+        super().__init__(trained.params, trained.names, trained.optimizer, comm)
+        self.wire, self.period = wire, period
+        self.name = f"round/{trained.name}"
+        self.slabs = travelling(self.params, wire, comm.world)
+        self.taken = 0
+        """Steps since the last round."""
+        self.rounds = 0
+        self.drift: float | None = None
+        """How far replicas were apart in the last round, relative to the size of the parameters."""
+        buffers = {id(b): b for model in trained.models for b in model.buffers() if b.is_floating_point()}
+        self.buffers = list(buffers.values()) if trained.name == "0" else []
+
+    @abstractmethod
+    def agree(self) -> None:
+        """A round. A group call."""
+
+    def settle(self) -> None:
+        """Make replicas the same, if they can differ. A group call."""
+        if self.taken:
+            self._round()
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        result = step()
+        self.taken += 1
+        if self.taken >= self.period:
+            self._round()
+        return result
+
+    def _round(self) -> None:
+        self.agree()
+        torch.autograd.graph.increment_version(self.params)
+        self.taken = 0
+        self.rounds += 1
+
+    # What rounds are made of.
+
+    def sums(self, wire: Wire, fill: Callable[[int], Tensor]) -> Iterator[tuple[Slab, Tensor]]:
+        """Each slab's sum over ranks of what `fill` gives for each of its parameters."""
+        for number, slab in enumerate(self.slabs):
+            flat = self.comm.pool.borrow(slab.numel, slab.dtype, slab.device, shared=True)
+            flat[sum(slot.numel for slot in slab.slots) :].zero_()
+            for slot in slab.slots:
+                slot.view(flat).copy_(fill(slot.index))
+            slots = {slot.index: slot for slot in slab.slots}
+            pending = [
+                wire.all_reduce(f"{self.name}/{number}.{k}", flat, b.bounds, [slots[index] for index in b.slots])
+                for k, b in enumerate(slab.buckets)
+            ]
+            for one in pending:
+                one.advance()
+            for one in pending:
+                one.wait()
+            yield slab, flat
+            self.comm.pool.give_back([flat])
+
+    @torch.no_grad()
+    def average(self, wire: Wire) -> tuple[float, float]:
+        """Give parameters their mean over ranks. Result: squares of how far they were from it, and of its size."""
+        apart, size = 0.0, 0.0
+        for slab, flat in self.sums(wire, lambda index: self.params[index].detach() / self.comm.world):
+            for slot in slab.slots:
+                param, mean = self.params[slot.index].detach(), slot.view(flat)
+                apart += float((param - mean).double().square().sum())
+                size += float(mean.double().square().sum())
+                param.copy_(mean)
+        self.average_buffers()
+        return apart, size
+
+    def average_buffers(self) -> None:
+        if not self.buffers:
+            return
+        mine = torch.cat([buffer.detach().double().reshape(-1).cpu() for buffer in self.buffers])
+        mean = self.comm.exchange(f"{self.name}/buffers", mine).mean(dim=0)
+        for buffer, values in zip(self.buffers, mean.split([b.numel() for b in self.buffers]), strict=True):
+            buffer.copy_(values.view(buffer.shape))
+
+    # What a checkpoint holds of replicas.
+
+    def own_state(self) -> dict[str, Tensor]:
+        counts = torch.tensor([self.taken, self.rounds, self.period], dtype=torch.int64)
+        wire = {f"wire/{name}": value for name, value in self.wire.state().items()}
+        return {"counts": counts, **wire, **{name: value.detach() for name, value in self._replica()}}
+
+    def take_own_state(self, state: Mapping[str, Tensor]) -> None:
+        self.taken, self.rounds, self.period = state["counts"].tolist()
+        self.wire.take_state({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
+        with torch.no_grad():
+            for name, value in self._replica():
+                value.copy_(state[name])
+
+    def _replica(self) -> Iterator[tuple[str, Tensor]]:
+        """What replicas have of their own: parameters, optimizer state, running statistics."""
+        for index, param in enumerate(self.params):
+            yield f"parameter/{index}", param
+            for path, tensor in leaves(self.optimizer.state.get(param, {})):
+                yield f"state/{index}/{'/'.join(map(str, path))}", tensor
+        for index, buffer in enumerate(self.buffers):
+            yield f"buffer/{index}", buffer
+
+    def consensus(self) -> dict[int, Tensor]:
+        """The mean of replicas; of what is no floating number, this rank's."""
+        found, names = {}, " ".join(name for name, _ in self._replica())
+        hashes = self.comm.exchange(f"{self.name}/names", torch.tensor(zlib.crc32(names.encode())))
+        if len(set(hashes.tolist())) > 1:
+            given = "the replicas' optimizers have state of different parameters: some were used on some ranks only"
+            do = "save when every rank has used them all, or freeze those that are not used"
+            raise CheckpointError(explain(given, "state of the same parameters on all ranks", do))
+        for _, value in self._replica():
+            if value.is_floating_point() and value.numel():
+                flat = value.detach().to("cpu").contiguous().view(-1).clone() / self.comm.world
+                bounds = [flat.numel() * k // self.comm.world for k in range(self.comm.world + 1)]
+                self.comm.all_reduce(f"{self.name}/mean", flat, bounds).wait()
+                found[id(value)] = flat.view(value.shape)
+        return found
+
+    def bytes_held(self) -> dict[str, int]:
+        return {**super().bytes_held(), "left out": sum(map(bytes_of, self.wire.state().values()))}
+
+
+def plain(comm: Comm) -> Wire:
+    """The wire for what must arrive as it is."""
+    return Plain(comm)

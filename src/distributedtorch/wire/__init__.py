@@ -1,0 +1,1 @@
+"""How bytes travel: one file per kind of code."""

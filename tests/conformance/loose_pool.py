@@ -1,0 +1,289 @@
+"""What each process of a pool runs: replicas that step alone, beside the same replicas written out by hand.
+
+`-m tests.conformance.loose_pool rounds|saved FOLDER [SABOTAGE]`: faults raise.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import distributedtorch as dt
+from distributedtorch.core.world import here
+from distributedtorch.data import partition
+from distributedtorch.distribute import release
+from distributedtorch.sync.gossip import Gossip
+from distributedtorch.sync.local import Local
+from distributedtorch.sync.loose import Loose
+from tests.conformance.loops import rows
+
+EPOCHS = 3
+Rule = Callable[[int, list[nn.Module]], None]
+"""What happens to all replicas after each step."""
+
+
+def net(*, norm: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    middle = nn.BatchNorm1d(8) if norm else nn.Tanh()
+    return nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 3))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def by_hand(
+    model: nn.Module, make: Callable[..., torch.optim.Optimizer], rule: Rule, window: int, batch: int
+) -> list[Tensor]:
+    """All replicas in one process; the present rank's values."""
+    world = dt.world()
+    replicas = [copy.deepcopy(model) for _ in range(world)]
+    optimizers = [make(replica) for replica in replicas]
+    taken = 0
+    for _ in range(EPOCHS):
+        batches = list(rows(batch=batch))
+        for start in range(0, len(batches), window):
+            together = batches[start : start + window]
+            total = sum(len(x) for x, _ in together)
+            for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+                for x, y in together:
+                    span = partition.rows(len(x), world, rank)
+                    if len(span):
+                        mine = slice(span.start, span.stop)
+                        part = len(span) * world / total
+                        (F.mse_loss(replica(x[mine]), y[mine]) * part).backward()
+                    else:
+                        (F.mse_loss(replica(x[:1]), y[:1]) * 0).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            taken += 1
+            rule(taken, replicas)
+    return [*replicas[dt.rank()].parameters(), *replicas[dt.rank()].buffers()]
+
+
+def distributed(
+    model: nn.Module, make: Callable[..., torch.optim.Optimizer], plan: str, batch: int = 5
+) -> list[Tensor]:
+    model, optimizer, data = dt.distribute(model, make(model), rows(batch=batch), plan=plan)
+    for _ in range(EPOCHS):
+        for x, y in data:
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def columns(replicas: Sequence[nn.Module]) -> list[tuple[Tensor, ...]]:
+    """For each parameter and running statistic, every replica's."""
+    every = [[t.data for t in (*r.parameters(), *r.buffers()) if t.is_floating_point()] for r in replicas]
+    return list(zip(*every, strict=True))
+
+
+def mean(replicas: Sequence[nn.Module]) -> None:
+    for tensors in columns(replicas):
+        middle = sum(tensors) / len(tensors)
+        for tensor in tensors:
+            tensor.copy_(middle)
+
+
+def every(k: int, after: int = 0) -> Rule:
+    def rule(taken: int, replicas: list[nn.Module]) -> None:
+        if taken <= after or (taken - after) % k == 0:
+            mean(replicas)
+
+    return rule
+
+
+def nesterov(k: int, lr: float = 0.7, momentum: float = 0.9) -> Rule:
+    outer: list[Tensor] = []
+    speed: list[Tensor] = []
+
+    def rule(taken: int, replicas: list[nn.Module]) -> None:
+        nonlocal outer, speed
+        if taken == 1:
+            outer = [t.detach().clone() for t in net().parameters()]
+            speed = [torch.zeros_like(t) for t in outer]
+        if taken % k:
+            return
+        for index, tensors in enumerate(columns(replicas)):
+            gradient = outer[index] - sum(tensors) / len(tensors)
+            speed[index] = momentum * speed[index] + gradient
+            outer[index] = outer[index] - lr * (gradient + momentum * speed[index])
+            for tensor in tensors:
+                tensor.copy_(outer[index])
+
+    return rule
+
+
+def in_pairs(k: int, kind: str) -> Rule:
+    def rule(taken: int, replicas: list[nn.Module]) -> None:
+        if taken % k:
+            return
+        number, world = taken // k - 1, len(replicas)
+        order = [(r + number % 2) % world for r in range(world)]
+        if kind == "random":
+            order = torch.randperm(world, generator=torch.Generator().manual_seed(number)).tolist()
+        for left, right in zip(order[::2], order[1::2], strict=False):
+            mean([replicas[left], replicas[right]])
+
+    return rule
+
+
+def ddp(taken: int, replicas: list[nn.Module]) -> None:
+    mean(replicas)
+
+
+def compare(what: str, truth: list[Tensor], found: list[Tensor]) -> None:
+    gap = max(
+        float((a - b).double().norm() / a.double().norm().clamp(min=1e-12)) for a, b in zip(truth, found, strict=True)
+    )
+    assert gap <= 1e-9, f"{what}: {gap:.2e} from the algorithm written out"
+
+
+def check(
+    plan: str, rule: Rule, make: Callable[..., torch.optim.Optimizer] = adam, *, window: int = 1, norm: bool = False
+) -> None:
+    batch = 12 if norm else 5  # a single row has no variance
+    truth = by_hand(net(norm=norm), make, rule, window, batch)
+    found = distributed(net(norm=norm), make, plan, batch)
+    compare(plan, truth, found)
+    release()
+
+
+def rounds() -> None:
+    check("local(every=1)", ddp, sgd)
+    check("local(every=3)", every(3))
+    check("local(every=4,after=5)", every(4, after=5))
+    check("local(every=2),accumulate=2", every(2), window=2)
+    check("local(every=2)", every(2), norm=True)
+    check("diloco(every=3)", nesterov(3))
+    check("diloco(every=4,lr=1.0,momentum=0.5)", nesterov(4, 1.0, 0.5))
+    check("gossip", in_pairs(1, "ring"))
+    check("gossip(every=2,pairs=random)", in_pairs(2, "random"))
+
+
+def follows() -> None:
+    """The period follows the drift, and `dt.sync` makes replicas the same."""
+    for most, grows in ((1e3, True), (1e-9, False)):
+        distributed(net(), adam, f"local(every=4,drift={most})")
+        sync = here().loop.members[0].sync
+        assert isinstance(sync, Local) and (sync.period > 4) is grows and (sync.period < 4) is not grows, sync.period
+        assert sync.drift is not None and dt.stats().drift == sync.drift > 0
+        release()
+    for plan in ("local(every=100)", "diloco(every=100)", "gossip(every=100)"):
+        model = net()
+        distributed(model, adam, plan)
+        gap = spread(model)
+        dt.sync()
+        assert gap > 1e-6 and spread(model) == 0, (plan, gap, spread(model))
+        release()
+
+
+def spread(model: nn.Module) -> float:
+    """How far replicas are apart."""
+    flat = torch.cat([p.detach().view(-1) for p in model.parameters()])
+    every_one = here().comm.exchange("spread", flat)
+    return float((every_one - every_one[0]).abs().max())
+
+
+def saved(folder: Path) -> None:
+    for number, plan in enumerate(
+        [
+            "local(every=3)",
+            "local(every=3),wire=topk(0.1)",
+            "diloco(every=3)",
+            "gossip",
+            "wire=topk(0.1)",
+            "wire=powersgd(rank=1)",
+        ]
+    ):
+        there = str(folder / str(number))
+        model, step = stepping(plan)
+        for k in range(4):
+            step(k)
+        dt.save(there)
+        before = [p.detach().clone() for p in model.parameters()]
+        for k in range(4, 8):
+            step(k)
+        truth = [p.detach().clone() for p in model.parameters()]
+        release()
+        model, step = stepping(plan)
+        dt.load(there)
+        assert all(map(torch.equal, before, model.parameters())), f"{plan}: another replica after dt.load"
+        for k in range(4, 8):
+            step(k)
+        assert all(map(torch.equal, truth, model.parameters())), f"{plan}: goes on in another way after dt.load"
+        release()
+        model, _ = stepping("ddp")
+        dt.load(there)
+        middle = here().comm.exchange("before", torch.cat([t.view(-1) for t in before])).mean(dim=0)
+        found = torch.cat([p.detach().view(-1) for p in model.parameters()])
+        assert torch.allclose(found, middle, atol=1e-12), f"{plan}: not the mean of replicas under another plan"
+        release()
+
+
+def stepping(plan: str) -> tuple[nn.Module, Callable[[int], None]]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
+    model, optimizer = dt.distribute(model, adam(model), plan=plan)
+
+    def step(number: int) -> None:
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(100 * number + dt.rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def sabotage(what: str) -> None:
+    if what == "one rank keeps its own":
+        average = Local.average
+        Local.average = lambda self, wire: average(self, wire) if dt.rank() else _kept(self, average, wire)  # type: ignore[method-assign]
+    elif what == "always the same pairs":
+        original = Gossip.agree
+
+        def agree(self: Gossip) -> None:
+            number, self.rounds = self.rounds, 0
+            original(self)
+            self.rounds = number
+
+        Gossip.agree = agree  # type: ignore[method-assign]
+    elif what == "replicas not saved":
+        Loose.take_own_state = lambda self, state: None  # type: ignore[method-assign,misc]
+
+
+def _kept(sync: Local, average: Callable[..., tuple[float, float]], wire: object) -> tuple[float, float]:
+    before = [p.detach().clone() for p in sync.params]
+    result = average(sync, wire)
+    for param, value in zip(sync.params, before, strict=True):
+        param.data.copy_(value)
+    return result
+
+
+def main(what: str, folder: Path, words: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    for word in words:
+        sabotage(word)
+    if what == "rounds":
+        rounds()
+        follows()
+    else:
+        saved(folder)
+    dt.print(f"{what} as written out")
+
+
+if __name__ == "__main__":
+    dt.barrier()
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

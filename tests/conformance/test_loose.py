@@ -1,0 +1,52 @@
+"""Replicas that step alone, and wires: equal to their algorithms written out plainly, at 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+
+LOOSE, WIRES = "tests.conformance.loose_pool", "tests.conformance.wires_pool"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_rounds(world: int, tmp_path: Path) -> None:
+    ended = forked.run(world, LOOSE, "rounds", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert "rounds as written out" in ended.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("what", ["one rank keeps its own", "always the same pairs"])
+def test_a_wrong_round_is_seen(what: str, tmp_path: Path) -> None:
+    ended = forked.run(3, LOOSE, "rounds", str(tmp_path), what)
+    assert ended.returncode != 0 and "from the algorithm written out" in ended.stderr
+
+
+@pytest.mark.timeout(120)
+def test_a_checkpoint_holds_replicas_and_what_wires_left_out(tmp_path: Path) -> None:
+    ended = forked.run(3, LOOSE, "saved", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.timeout(120)
+def test_replicas_that_were_not_saved_are_missed(tmp_path: Path) -> None:
+    ended = forked.run(2, LOOSE, "saved", str(tmp_path), "replicas not saved")
+    assert ended.returncode != 0 and "another replica after dt.load" in ended.stderr
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_wires(world: int) -> None:
+    ended = forked.run(world, WIRES)
+    assert ended.returncode == 0, ended.stderr
+    assert "wires as written out" in ended.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_wire_that_forgets_what_it_left_out_is_seen() -> None:
+    ended = forked.run(2, WIRES, "forget")
+    assert ended.returncode != 0 and "wire=sign" in ended.stderr

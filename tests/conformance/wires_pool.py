@@ -1,0 +1,263 @@
+"""What each process of a pool runs: every wire beside its algorithm written out by hand.
+
+`-m tests.conformance.wires_pool [forget]`: faults raise. With `forget`, what codes leave out is not kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import distributedtorch as dt
+from distributedtorch.core.bucket import Slot
+from distributedtorch.core.wire import travelling
+from distributedtorch.core.world import here
+from distributedtorch.distribute import release
+from distributedtorch.wire.feedback import Coded
+from distributedtorch.wire.powersgd import PowerSgd
+from tests.conformance.loose_pool import compare
+
+STEPS = 5
+Lossy = Callable[[Tensor, int, torch.Generator], Tensor]
+"""Values, what all ranks know of an exchange, and what a rank draws from: what arrives of them."""
+
+
+def bf16(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    return values.bfloat16().double()
+
+
+def fp16(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    largest = values.abs().max().float().double()
+    return (values / largest).half().double() * largest if largest else values * 0
+
+
+def int8(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    out, blocks = values.clone(), -(-len(values) // 256)
+    noise = torch.rand(blocks, 256, generator=draw, dtype=values.dtype)
+    for k in range(blocks):
+        block = values[256 * k : 256 * k + 256]
+        step = (block.abs().max() / 127).float().double()
+        steps = (block / step + noise[k, : len(block)]).floor().clamp(-127, 127) if step else block * 0
+        out[256 * k : 256 * k + 256] = steps * step
+    return out
+
+
+def sign(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    out = values.clone()
+    for k in range(0, len(values), 2048):
+        block = values[k : k + 2048]
+        out[k : k + 2048] = torch.where(block >= 0, 1.0, -1.0) * (block.abs().sum() / len(block)).float().double()
+    return out
+
+
+def topk(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    count = max(1, round(0.1 * len(values)))
+    least = values.abs().sort(descending=True).values[count - 1]
+    return torch.where(values.abs() >= least, values, 0.0)
+
+
+def randomk(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    count = max(1, round(0.1 * len(values)))
+    places = torch.randperm(len(values), generator=torch.Generator().manual_seed(key))[:count]
+    out = torch.zeros_like(values)
+    out[places] = values[places]
+    return out
+
+
+CODES: dict[str, tuple[Lossy, bool]] = {
+    "bf16": (bf16, False),
+    "fp16": (fp16, False),
+    "int8": (int8, False),
+    "sign": (sign, True),
+    "topk(0.1)": (topk, True),
+    "randomk(0.1)": (randomk, True),
+}
+
+
+class ByHand:
+    """The sum of every rank's numbers, each exchange as the algorithm says; one process plays all ranks."""
+
+    def __init__(self, lossy: Lossy, *, feedback: bool) -> None:
+        self.lossy, self.feedback = lossy, feedback
+        self.left: dict[object, Tensor] = {}
+
+    def __call__(self, name: str, count: int, parts: list[Tensor], bounds: tuple[int, ...]) -> Tensor:
+        world, key = len(parts), zlib.crc32(f"{name} {count}".encode())
+        draws = [torch.Generator().manual_seed(key * world + rank) for rank in range(world)]
+        total = torch.zeros_like(parts[0])
+        for rank, part in enumerate(parts):
+            for owner in range(world):
+                piece = slice(bounds[owner], bounds[owner + 1])
+                total[piece] += self._arrives((name, rank, owner), part[piece], key, draws[rank])
+        for owner in range(world):
+            piece = slice(bounds[owner], bounds[owner + 1])
+            total[piece] = self._arrives((name, owner), total[piece].clone(), key, draws[owner])
+        return total
+
+    def _arrives(self, which: object, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+        if self.feedback:
+            values = values + self.left.get(which, torch.zeros_like(values))
+        found = self.lossy(values, key, draw)
+        self.left[which] = values - found
+        return found
+
+
+class Factored:
+    """PowerSGD for one matrix, all ranks in one process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.left, self.second = rank, {}, {}  # type: ignore[var-annotated]
+
+    def __call__(self, key: str, parts: list[Tensor]) -> Tensor:
+        if key not in self.second:
+            draw = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+            self.second[key] = torch.randn(parts[0].shape[1], self.rank, generator=draw, dtype=torch.float64)
+            self.left[key] = [torch.zeros_like(part) for part in parts]
+        parts = [part + rest for part, rest in zip(parts, self.left[key], strict=True)]
+        first = torch.linalg.qr(sum(part @ self.second[key] for part in parts)).Q
+        seconds = [part.T @ first for part in parts]
+        self.second[key] = sum(seconds)
+        self.left[key] = [part - first @ second.T for part, second in zip(parts, seconds, strict=True)]
+        return first @ self.second[key].T
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(48, 50), nn.Tanh(), nn.Linear(50, 3))
+
+
+def rows_of(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x[:, :3].sin()).square().mean()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def gradients(model: nn.Module, step: int) -> list[list[Tensor]]:
+    """Every rank's, divided by the number of ranks, in the order in which they are laid out."""
+    out = []
+    for rank in range(dt.world()):
+        params = list(model.parameters())[::-1]
+        out.append([g / dt.world() for g in torch.autograd.grad(loss_of(model, rows_of(step, rank)), params)])
+    return out
+
+
+def truth(wire: str) -> list[Tensor]:
+    """ddp with a wire."""
+    model, world = net(), dt.world()
+    params = list(model.parameters())[::-1]
+    optimizer = adam(model)
+    rank = int(wire[-2]) if wire.startswith("powersgd") else 0
+    like = PowerSgd(here().comm, rank) if rank else Coded(here().comm, None)  # type: ignore[arg-type]
+    lossy, feedback = CODES.get(wire, (bf16, False))
+    by_hand, factored = ByHand(lossy, feedback=feedback), Factored(rank)
+    for step in range(STEPS):
+        every = gradients(model, step)
+        for number, slab in enumerate(travelling(params, like, world)):
+            flats = [laid_out(slab.numel, slab.slots, grads) for grads in every]
+            if rank:
+                total = sum(flats)
+                for slot in slab.slots:
+                    matrices = [slot.view(flat) for flat in flats]
+                    if rank * sum(matrices[0].shape) < slot.numel and matrices[0].dim() > 1:
+                        slot.view(total).copy_(factored(f"gradients/0/{number}.0/{slot.index}", matrices))
+            elif all(slot.numel < 1024 for slot in slab.slots):
+                total = sum(flats)
+            else:
+                total = torch.zeros(slab.numel)
+                for k, bucket in enumerate(slab.buckets):
+                    found = by_hand(f"gradients/0/{number}.{k}", step + 1, flats, bucket.bounds)
+                    span = slice(bucket.bounds[0], bucket.bounds[-1])
+                    total[span] = found[span]
+            for slot in slab.slots:
+                params[slot.index].grad = slot.view(total).clone()  # type: ignore[arg-type]
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def laid_out(numel: int, slots: tuple[Slot, ...], grads: list[Tensor]) -> Tensor:
+    flat = torch.zeros(numel)
+    for slot in slots:
+        slot.view(flat).copy_(grads[slot.index])
+    return flat
+
+
+def distributed(plan: str) -> list[Tensor]:
+    model = net()
+    model, optimizer = dt.distribute(model, adam(model), plan=plan)
+    for step in range(STEPS):
+        loss_of(model, rows_of(step, dt.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def in_rounds(wire: str) -> list[Tensor]:
+    """local(every=2) with a wire: changes since the last round travel."""
+    world = dt.world()
+    replicas = [net() for _ in range(world)]
+    optimizers = [adam(replica) for replica in replicas]
+    lossy, feedback = CODES[wire]
+    by_hand = ByHand(lossy, feedback=feedback)
+    anchor = [p.detach().clone() for p in net().parameters()][::-1]
+    like = Coded(here().comm, None)  # type: ignore[arg-type]
+    for step in range(STEPS):
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            loss_of(replica, rows_of(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 2 == 0:
+            continue
+        moved = [
+            [(p.detach() - a) / world for p, a in zip(list(r.parameters())[::-1], anchor, strict=True)]
+            for r in replicas
+        ]
+        for number, slab in enumerate(travelling(anchor, like, world)):
+            flats = [laid_out(slab.numel, slab.slots, one) for one in moved]
+            total = sum(flats)
+            if any(slot.numel >= 1024 for slot in slab.slots):
+                for k, bucket in enumerate(slab.buckets):
+                    found = by_hand(f"round/0/{number}.{k}", step // 2 + 1, flats, bucket.bounds)
+                    span = slice(bucket.bounds[0], bucket.bounds[-1])
+                    total[span] = found[span]  # type: ignore[index]
+            for slot in slab.slots:
+                anchor[slot.index] += slot.view(total)  # type: ignore[arg-type]
+        for replica in replicas:
+            for param, value in zip(list(replica.parameters())[::-1], anchor, strict=True):
+                param.data.copy_(value)
+    return [param.detach() for param in copy.copy(replicas[dt.rank()]).parameters()]
+
+
+def main(forget: bool) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    if forget:
+        kept = Coded.reduced
+
+        def reduced(self: Coded, which: str, *rest: object) -> Tensor:
+            self.left.pop(which, None)
+            return kept(self, which, *rest)  # type: ignore[arg-type]
+
+        Coded.reduced = reduced  # type: ignore[method-assign]
+    for wire in [*CODES, "powersgd(rank=1)", "powersgd(rank=2)"]:
+        compare(f"ddp,wire={wire}", truth(wire), distributed(f"ddp,wire={wire}"))
+        release()
+    for wire in CODES:
+        compare(f"local(every=2),wire={wire}", in_rounds(wire), distributed(f"local(every=2),wire={wire}"))
+        release()
+    dt.print("wires as written out")
+
+
+if __name__ == "__main__":
+    dt.barrier()
+    main(sys.argv[1:] == ["forget"])
