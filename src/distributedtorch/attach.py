@@ -31,7 +31,6 @@ from distributedtorch.decide import NO_METRIC, Plateau, agreed
 from distributedtorch.launch import record
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.gradient import DividedGrad
-from distributedtorch.sync.loose import Loose
 from distributedtorch.sync.sparse import Sparse, tables
 
 
@@ -84,7 +83,7 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     if any(sync.divided for sync in syncs):
         world.undo += _whole_state(given, syncs)
         world.undo.append(lambda: _make_plain(given, syncs))
-    world.undo += [sync.settle for sync in syncs if isinstance(sync, Loose)]
+    world.undo += [sync.settle for sync in syncs if not sync.lockstep]
 
 
 def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> None:

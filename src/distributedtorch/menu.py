@@ -65,6 +65,12 @@ MENU: dict[str, Recipe] = {
         holds="parameters Ψ, gradients Ψ, optimizer state K·Ψ",
         travels="Ψ per round, to one other rank",
     ),
+    "server": Recipe(
+        traits=Traits(lockstep=False, owns="served", sends="values"),
+        summary="Workers push gradients to servers, which run the optimizer, and pull parameters.",
+        holds="parameters Ψ, gradients Ψ; servers together parameters 2Ψ, optimizer state K·Ψ",
+        travels="Ψ to the servers, Ψ from them",
+    ),
     "bf16": Recipe(
         traits=Traits(),
         summary="Forward and backward compute in bfloat16 where that is safe (autocast).",

@@ -15,16 +15,18 @@ from distributedtorch.core.plan import Plan
 from distributedtorch.core.shared import EACH_ITS_OWN
 from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.wire import Code, Wire
-from distributedtorch.core.world import World
+from distributedtorch.core.world import BEFORE_LEAVING, World
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.diloco import Diloco
 from distributedtorch.sync.divided import Divided
 from distributedtorch.sync.gossip import Gossip
 from distributedtorch.sync.local import Local
+from distributedtorch.sync.loose import Loose
 from distributedtorch.sync.memory import Memory, Replicated
 from distributedtorch.sync.once import OncePerHost
 from distributedtorch.sync.optimizers import owns_whole
+from distributedtorch.sync.server import Server
 from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
 from distributedtorch.wire.cast import Bf16, Fp16
@@ -90,15 +92,26 @@ def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> Non
         world.undo.append(memory.close)
 
 
-def _rounds(kind: Callable[..., Sync]) -> Build:
+def _rounds(kind: Callable[..., Loose]) -> Build:
     def build(trained: Trained, plan: Plan, world: World) -> Sync:
-        return kind(trained, world.comm, wire(plan, world), world.loop.meet, **plan.options(plan.sync))
+        made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **plan.options(plan.sync))
+        world.undo.append(made.close)
+        return made
 
     return build
 
 
 def _gossip(trained: Trained, plan: Plan, world: World) -> Sync:
-    return Gossip(trained, world.comm, _code(plan), world.loop.meet, **plan.options("gossip"))  # type: ignore[arg-type]
+    made = Gossip(trained, world.comm, _code(plan), world.loop.meet, **plan.options("gossip"))  # type: ignore[arg-type]
+    world.undo.append(made.close)
+    return made
+
+
+def _server(trained: Trained, plan: Plan, world: World) -> Sync:
+    made = Server(trained, world, **plan.options("server"))  # type: ignore[arg-type]
+    world.undo.append(made.close)
+    BEFORE_LEAVING.append(made.close)
+    return made
 
 
 def sync(trained: Trained, plan: Plan, world: World) -> Sync:
@@ -114,6 +127,7 @@ SYNCS: dict[str, Build] = {
     "local": _rounds(Local),
     "diloco": _rounds(Diloco),
     "gossip": _gossip,
+    "server": _server,
 }
 """Sync word -> what makes it."""
 

@@ -133,6 +133,8 @@ class Stored:
     def apply(self) -> None:
         """Take everything over. A group call where something is divided."""
         self._models()
+        for member in here().loop.members:
+            member.sync.loaded()
         if self.part:
             return
         for number, optimizer in enumerate(RUN.optimizers):

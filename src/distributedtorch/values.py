@@ -58,13 +58,12 @@ def barrier() -> None:
 
 
 def sync() -> None:
-    """Make replicas the same that step alone (`local`, `diloco`, `gossip`): a round now. Nothing to do under others.
+    """Make replicas the same that step alone (`local`, `diloco`, `gossip`, `server`). Nothing to do under others.
 
     All ranks call it after the same optimizer step: before an evaluation, or before a model is taken out of the run.
     """
     for member in here().loop.members:
-        if isinstance(member.sync, Loose):
-            member.sync.settle()
+        member.sync.settle()
 
 
 def total(x: Number) -> Number:
@@ -129,6 +128,8 @@ class Stats:
     """Exchanges begun, by kind."""
     drift: float | None = None
     """How far replicas that step alone were apart in the last round, relative to the size of the parameters."""
+    backlog: int | None = None
+    """Pushes that wait at the parameter server beside this rank."""
 
 
 def stats() -> Stats:
@@ -139,6 +140,8 @@ def stats() -> Stats:
             held[kind] = held.get(kind, 0) + size
     loose = [member.sync for member in here().loop.members if isinstance(member.sync, Loose)]
     drifts = [sync.drift for sync in loose if sync.drift is not None]
+    backlogs = [member.sync.backlog for member in here().loop.members]
+    waiting = [count for count in backlogs if count is not None]
     traffic = {kind: t for kind, t in here().comm.traffic.items() if t.count}
     return Stats(
         steps=here().loop.steps,
@@ -147,6 +150,7 @@ def stats() -> Stats:
         seconds_waiting={kind: t.seconds for kind, t in traffic.items()},
         exchanges={kind: t.count for kind, t in traffic.items()},
         drift=max(drifts, default=None),
+        backlog=sum(waiting) if waiting else None,
     )
 
 

@@ -26,6 +26,7 @@ OWNING = {
     "whole": "whole tensors",
     "flat": "flat ranges, with all parameters kept",
     "split": "flat ranges, with the parameters split too",
+    "served": "nothing, servers do",
 }
 
 

@@ -129,6 +129,19 @@ class Sync(ABC):
         """Go on from what `own_state` gave."""
         return
 
+    def settle(self) -> None:
+        """Make replicas the same that can differ. A group call."""
+        return
+
+    def loaded(self) -> None:
+        """Values were put into the parameters from outside, on all ranks. A group call."""
+        return
+
+    @property
+    def backlog(self) -> int | None:
+        """Work of other ranks that waits on this one, for a sync that has such."""
+        return None
+
     def consensus(self) -> dict[int, Tensor]:
         """By the id of a tensor that differs between ranks what they stand for together. A group call."""
         return {}

@@ -15,7 +15,7 @@ from distributedtorch.core.errors import PlanError, explain
 
 Kind = Literal["sync", "precision", "number", "memory", "split", "wire", "auto"]
 Form = Literal["bare", "value", "args"]
-Owns = Literal["whole", "flat", "split", "none"]
+Owns = Literal["whole", "flat", "split", "served", "none"]
 Places = Literal["rank", "host", "device"]
 Sends = Literal["sums", "values"]
 
@@ -203,12 +203,12 @@ class Traits:
     """Whether replicas take optimizer steps together; False only for syncs whose replicas step alone."""
     owns: Owns = "none"
     """What a rank updates: `whole` tensors; a `flat` range, keeping all parameters; a range, with the parameters
-    `split` too; `none` where the part has no say in it."""
+    `split` too; nothing, what is `served` from elsewhere; `none` where the part has no say in it."""
     places: Places = "rank"
     """Where tensors live: with each `rank`; once per `host`, for all its ranks; moved on and off the `device`."""
     needs_lockstep: bool = False
     """Whether it works only where replicas take steps together."""
-    accepts: tuple[Owns, ...] = ("whole", "flat", "split")
+    accepts: tuple[Owns, ...] = ("whole", "flat", "split", "served")
     """The kinds of ownership it works with."""
     sends: Sends = "sums"
     """What travels: `sums` over ranks, of gradients or of changes; or the `values` of parameters themselves."""
@@ -399,9 +399,8 @@ _ROWS = (
     _row(
         "sync",
         "server(staleness=4)",
-        "replicas push to and pull from a server, at most so many steps apart",
-        ALONE,
-        args={"staleness": Range(least=0)},
+        "workers push gradients to servers and pull parameters at most so many versions old",
+        options={"staleness": Range(least=0), "ahead": Range(least=0), "servers": COUNT, "compensate": POSITIVE},
     ),
     _row(
         "sync",

@@ -58,6 +58,11 @@ class Diloco(Loose):
         rows = self.meet(f"{self.name}/drift", [apart, size])
         self.drift = (sum(row[0] for row in rows) / len(rows) / max(rows[0][1], 1e-300)) ** 0.5
 
+    def loaded(self) -> None:
+        """What was put into the parameters is no movement."""
+        for param, anchor in zip(self.params, self.anchor, strict=True):
+            anchor.copy_(param.detach())
+
     def own_state(self) -> dict[str, Tensor]:
         return {**super().own_state(), **dict(self._outer())}
 

@@ -86,6 +86,11 @@ class Local(Loose):
             elif self.drift < self.most_drift / 2:
                 self.period = min(self.period * 2, _LONGEST)
 
+    def loaded(self) -> None:
+        """What was put into the parameters is no movement."""
+        for param, anchor in zip(self.params, self.anchor, strict=False):
+            anchor.copy_(param.detach())
+
     def own_state(self) -> dict[str, Tensor]:
         anchors = {f"anchor/{index}": anchor for index, anchor in enumerate(self.anchor)}
         return {**super().own_state(), "steps": torch.tensor(self.steps), **anchors}

@@ -43,6 +43,7 @@ class Loose(Alone):
         """How far replicas were apart in the last round, relative to the size of the parameters."""
         buffers = {id(b): b for model in trained.models for b in model.buffers() if b.is_floating_point()}
         self.buffers = list(buffers.values()) if trained.name == "0" else []
+        self.hooks = [model.register_load_state_dict_post_hook(lambda *_: self.loaded()) for model in trained.models]
 
     @abstractmethod
     def agree(self) -> None:
@@ -52,6 +53,11 @@ class Loose(Alone):
         """Make replicas the same, if they can differ. A group call."""
         if self.taken:
             self._round()
+
+    def close(self) -> None:
+        """Let go of the models."""
+        for hook in self.hooks:
+            hook.remove()
 
     def update(self, step: Callable[[], Any]) -> Any:
         result = step()

@@ -1,0 +1,1 @@
+"""Parameter servers: what a shard holds, when a push may be applied, and the channel between workers and servers."""

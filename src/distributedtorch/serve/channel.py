@@ -1,0 +1,208 @@
+"""Between workers and a server: ZeroMQ with CURVE keys made for each job, headers of a fixed form, raw tensors.
+
+A server knows the public keys of its workers and answers nobody else; a worker knows the server's. Nothing that comes
+in is run or unpickled: a header of 40 bytes says what the rest is, and anything else is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributedtorch.core.errors import LaunchError, PeerError, explain
+from distributedtorch.serve.board import Refused
+
+_HEADER = struct.Struct("<4sBBxxIQqqI")
+_MAGIC, _VERSION = b"DTSV", 1
+_DOMAIN = "distributedtorch"
+_SIOCGIFADDR = 0x8915
+_SECONDS_TO_GREET, _LINGER_MS, _LONGEST_TEXT, _ALIGN = 30.0, 2000, 4096, 64
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    PULL = 1
+    PUSH = 2
+    LEAVE = 3
+    BYE = 4
+    STATE = 5
+    REFUSED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message: its header's fields, and the bytes that follow."""
+
+    kind: Kind
+    worker: int
+    step: int = -1
+    version: int = -1
+    content: Tensor | None = None
+
+    def frames(self) -> list[Any]:
+        """As it is sent; tensors are not copied."""
+        size = 0 if self.content is None else self.content.numel()
+        head = _HEADER.pack(_MAGIC, _VERSION, self.kind, self.worker, size, self.step, self.version, 0)
+        return [head] if self.content is None else [head, memoryview(self.content.numpy())]
+
+
+def read(frames: list[Any]) -> Message:
+    """The message in some frames.
+
+    Raises:
+        Refused: They are none.
+    """
+    if not 1 <= len(frames) <= 2 or len(frames[0].buffer) != _HEADER.size:
+        raise Refused("not a message of this library")
+    magic, version, kind, worker, size, step, at, _ = _HEADER.unpack(bytes(frames[0].buffer))
+    if magic != _MAGIC or version != _VERSION or kind not in set(Kind):
+        raise Refused(f"a message of another form (version {version}, kind {kind})")
+    if size != (len(frames[1].buffer) if len(frames) == 2 else 0):
+        raise Refused("a message that is not as long as it says")
+    content = torch.frombuffer(frames[1].buffer, dtype=torch.uint8) if size else None
+    if content is not None and content.data_ptr() % _ALIGN:
+        content = content.clone()  # it lies in the socket's buffer
+    return Message(kind=Kind(kind), worker=worker, step=step, version=at, content=content)
+
+
+def zmq() -> Any:
+    """The library, where it is installed with CURVE."""
+    try:
+        import zmq as found
+    except ImportError:
+        found = None
+    if found is None or not found.has("curve"):
+        given = "no pyzmq with CURVE keys in this environment"
+        raise LaunchError(explain(given, "pyzmq, for `server`", "pip install 'distributedtorch[server]'"))
+    return found
+
+
+def keys() -> tuple[bytes, bytes]:
+    """A new pair: public, secret."""
+    public, secret = zmq().curve_keypair()
+    return public, secret
+
+
+def address(*, one_host: bool) -> str:
+    """Where a server listens: loopback, or the interface that the ranks use between hosts."""
+    if one_host:
+        return "127.0.0.1"
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+    return socket.inet_ntoa(packed[20:24])
+
+
+class Doors:
+    """A server's end: who may come in is known by their keys."""
+
+    def __init__(self, host: str, pair: tuple[bytes, bytes], workers: Mapping[bytes, int]) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self.zmq, self.workers = zmq(), dict(workers)
+        self.context = self.zmq.Context()
+        self.guard = ThreadAuthenticator(self.context)
+        self.guard.start()
+        self.guard.configure_curve_callback(domain=_DOMAIN, credentials_provider=self)
+        self.socket = self.context.socket(self.zmq.ROUTER)
+        self.socket.curve_server, self.socket.linger = True, _LINGER_MS
+        self.socket.curve_publickey, self.socket.curve_secretkey = pair
+        self.socket.zap_domain = _DOMAIN.encode()
+        self.port = self.socket.bind_to_random_port(f"tcp://{host}")
+        self.names: dict[int, bytes] = {}
+        """By worker, what the socket calls it."""
+        self.refused = 0
+        """Messages that were none of a worker's."""
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether who has this public key may come in."""
+        return key in self.workers
+
+    def hear(self, milliseconds: int) -> Message | None:
+        """The next message of a worker, if one comes."""
+        if not self.socket.poll(milliseconds):
+            return None
+        name, *frames = self.socket.recv_multipart(copy=False)
+        try:
+            message = read(frames)
+            owner = self.workers.get(str(frames[0].get("User-Id")).encode(), -1)
+            if owner != message.worker:
+                raise Refused(f"worker {message.worker} says what only worker {owner} may")
+        except Refused as error:
+            self.refused += 1
+            self._send(bytes(name.buffer), refusal(0, error))
+            return None
+        self.names[message.worker] = bytes(name.buffer)
+        return message
+
+    def say(self, worker: int, message: Message) -> None:
+        """Answer a worker."""
+        self._send(self.names[worker], message)
+
+    def _send(self, name: bytes, message: Message) -> None:
+        self.socket.send_multipart([name, *message.frames()], copy=False)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.guard.stop()
+        self.socket.close()
+        self.context.term()
+
+
+class Line:
+    """A worker's end."""
+
+    def __init__(self, worker: int, where: str, pair: tuple[bytes, bytes], server: bytes) -> None:
+        self.zmq, self.worker, self.where, self.server = zmq(), worker, where, server
+        self.context = self.zmq.Context()
+        self.socket = self.context.socket(self.zmq.DEALER)
+        self.socket.linger = _LINGER_MS
+        self.socket.curve_serverkey = server
+        self.socket.curve_publickey, self.socket.curve_secretkey = pair
+        self.socket.connect(where)
+        self.greeted = False
+
+    def say(self, kind: Kind, step: int = -1, content: Tensor | None = None) -> None:
+        """Send a message."""
+        self.socket.send_multipart(
+            Message(kind=kind, worker=self.worker, step=step, content=content).frames(), copy=False
+        )
+
+    def hear(self) -> Message:
+        """The server's answer.
+
+        Raises:
+            Refused: The server says why not.
+            PeerError: Nothing has ever come from there.
+        """
+        if not self.greeted and not self.socket.poll(int(1000 * _SECONDS_TO_GREET)):
+            given = f"no answer from the parameter server at {self.where} in {_SECONDS_TO_GREET:g} s"
+            do = "look at the server's log; a worker of another job, or with another key, is not answered"
+            raise PeerError(explain(given, "a server of this job that can be reached", do))
+        self.greeted = True
+        message = read(self.socket.recv_multipart(copy=False))
+        if message.kind is Kind.REFUSED:
+            assert message.content is not None
+            raise Refused(bytes(message.content.tolist()).decode(errors="replace"))
+        return message
+
+    def close(self) -> None:
+        """Hang up."""
+        self.socket.close()
+        self.context.term()
+
+
+def refusal(worker: int, error: Exception) -> Message:
+    """Why not, as a message."""
+    text = bytearray(str(error).encode()[:_LONGEST_TEXT] or b"refused")
+    return Message(kind=Kind.REFUSED, worker=worker, content=torch.frombuffer(text, dtype=torch.uint8))

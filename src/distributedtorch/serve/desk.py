@@ -1,0 +1,68 @@
+"""A server at work: a thread that hears workers, keeps to the rules of the board, and answers."""
+
+from __future__ import annotations
+
+import threading
+
+from distributedtorch.serve.board import Board, Refused
+from distributedtorch.serve.channel import Doors, Kind, Message, refusal
+from distributedtorch.serve.shard import Shard
+
+_MS_BETWEEN_LOOKS = 200
+
+
+class Desk:
+    """One server beside a rank."""
+
+    def __init__(self, shard: Shard, doors: Doors, *, staleness: int | None, ahead: int | None) -> None:
+        self.shard, self.doors = shard, doors
+        self.board = Board(len(doors.workers), shard.apply, self.give, staleness=staleness, ahead=ahead)
+        self.gone: set[int] = set()
+        self.failed: Exception | None = None
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="distributedtorch-server", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """End when every worker has said that it is done."""
+        self.thread.join()
+        self.doors.close()
+
+    def _run(self) -> None:
+        while len(self.gone) < len(self.doors.workers) and not self.stop.is_set():
+            message = self.doors.hear(_MS_BETWEEN_LOOKS)
+            if message is not None:
+                self._answer(message)
+
+    def _answer(self, message: Message) -> None:
+        try:
+            if self.failed is not None:
+                raise Refused(f"the server has failed: {type(self.failed).__name__}: {self.failed}")
+            self._act(message)
+        except Refused as error:
+            self.doors.say(message.worker, refusal(message.worker, error))
+            return
+        except Exception as error:  # the user's optimizer: every worker is to hear of it
+            self.failed = error
+            for worker in self.doors.names:
+                self.doors.say(worker, refusal(worker, Refused(f"the server has failed: {error!r}")))
+
+    def give(self, worker: int) -> None:
+        """Send a worker the present version."""
+        content = self.shard.give(worker)
+        self.doors.say(worker, Message(kind=Kind.STATE, worker=worker, version=self.board.version, content=content))
+
+    def _act(self, message: Message) -> None:
+        board, worker = self.board, message.worker
+        if message.kind is Kind.PULL:
+            board.pull(worker)
+        elif message.kind is Kind.PUSH:
+            if message.content is None:
+                raise Refused("a push without gradients")
+            self.shard.check(message.content)
+            board.push(worker, message.step, message.content)
+        elif message.kind in (Kind.LEAVE, Kind.BYE):
+            self.gone |= {worker} if message.kind is Kind.BYE else set()
+            board.leave(worker)
+        else:
+            raise Refused(f"a worker says {message.kind.name}")

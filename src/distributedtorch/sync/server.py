@@ -1,0 +1,218 @@
+"""Parameter servers: workers push gradients and pull parameters; the user's optimizer runs on the servers.
+
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Zheng et al., "Asynchronous
+Stochastic Gradient Descent with Delay Compensation", ICML 2017 (`compensate`).
+
+Each worker holds: parameters Psi, gradients Psi. Servers hold together: parameters Psi, optimizer state K Psi, and one
+more Psi per version on its way. By default one server beside rank 0; `servers=n`: beside ranks 0 to n-1, which divide
+whole parameters between them by size.
+Travels per step and worker: Psi to the servers and Psi back.
+`staleness=s`: a push is computed from parameters that are at most s versions old, others wait; s=0 is the round in
+which all pushes are averaged, the result of ddp. `ahead=s`: a worker more than s steps ahead of the slowest waits.
+Without either, nobody waits.
+Use it when ranks differ in speed from step to step; where all are alike, ddp is faster.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributedtorch.core.bucket import Slot
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.sync import Kept, Trained
+from distributedtorch.core.world import World
+from distributedtorch.serve.board import Refused
+from distributedtorch.serve.channel import Doors, Kind, Line, address, keys
+from distributedtorch.serve.desk import Desk
+from distributedtorch.serve.shard import Layout, Shard
+from distributedtorch.sync.alone import Alone
+from distributedtorch.sync.gradient import Held
+from distributedtorch.sync.state import divide_state, gather_state
+
+
+class Server(Alone):
+    """Workers of parameter servers."""
+
+    lockstep = False
+    divided = True
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        trained: Trained,
+        world: World,
+        *,
+        staleness: int | None = None,
+        ahead: int | None = None,
+        servers: int = 1,
+        compensate: float = 0.0,
+    ) -> None:
+        super().__init__(trained.params, trained.names, trained.optimizer, world.comm)
+        self.name, self.step = f"server/{trained.name}", 0
+        self.parts = divided(self.params, min(servers, world.size))
+        """For each server the numbers of its parameters."""
+        self.layouts = [Layout([self.params[k] for k in part]) for part in self.parts]
+        self.desk: Desk | None = None
+        pair = keys()
+        self.held = [self._held(index) for index in range(len(self.params))]
+        self.take_state()
+        self.lines = self._meet(world, pair, staleness, ahead, compensate)
+        self.closed = False
+        self.pulled = self.used = False
+        """Whether what was pulled counts as being computed with, and whether it is."""
+        self.comm.before_waiting.append(self._rest)
+        self.hooks = [model.register_forward_pre_hook(lambda *_: self._begin()) for model in trained.models]
+        self.hooks += [model.register_load_state_dict_post_hook(lambda *_: self.loaded()) for model in trained.models]
+
+    def _meet(
+        self, world: World, pair: tuple[bytes, bytes], staleness: int | None, ahead: int | None, compensate: float
+    ) -> list[Line]:
+        """Open this rank's server, if it has one, and lines to all."""
+        comm, card = self.comm, {"key": pair[0].decode()}
+        public = [json.loads(one)["key"] for one in comm.bytes_of_all(f"{self.name}/keys", json.dumps(card).encode())]
+        where = ""
+        if comm.rank < len(self.parts):
+            mine = [self.params[k] for k in self.parts[comm.rank]]
+            shard = Shard(mine, self.optimizer, compensate)
+            host = address(one_host=world.local_size == world.size)
+            doors = Doors(host, pair, {key.encode(): rank for rank, key in enumerate(public)})
+            self.desk = Desk(shard, doors, staleness=staleness, ahead=ahead)
+            where = f"tcp://{host}:{doors.port}"
+        doors_of = [one.decode() for one in comm.bytes_of_all(f"{self.name}/doors", where.encode())]
+        return [Line(comm.rank, doors_of[k], pair, public[k].encode()) for k in range(len(self.parts))]
+
+    def _held(self, index: int) -> Held:
+        """Who has the optimizer's state of a parameter."""
+        param, world = self.params[index], self.comm.world
+        owner = next(k for k, part in enumerate(self.parts) if index in part)
+        slot = Slot(index=index, start=0, numel=param.numel(), shape=param.shape, stride=tuple(param.stride()))
+        bounds = [0] * (owner + 1) + [param.numel()] * (world - owner)
+        return Held(slot, param.detach().new_empty(0), bounds, self.comm, self.names[index])
+
+    @property
+    def backlog(self) -> int | None:
+        """Pushes that wait at this rank's server."""
+        return None if self.desk is None else len(self.desk.board.waiting)
+
+    # A worker's step.
+
+    def _begin(self) -> None:
+        """A model runs: with what the servers have now, where that was given back."""
+        if torch.is_grad_enabled():
+            if not self.pulled:
+                self._pull()
+            self.used = True
+
+    def _pull(self) -> None:
+        with self.comm.held("pull", self.name):
+            for line in self.lines:
+                line.say(Kind.PULL)
+            self._take()
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Take over what the servers answer."""
+        said = ""
+        for line, part, layout in zip(self.lines, self.parts, self.layouts, strict=True):
+            try:
+                message = line.hear()
+            except Refused as error:
+                said = said or str(error)
+                continue
+            assert message.content is not None
+            self.comm.count_sent("pull", layout.bytes)
+            for number, values in zip(part, layout.views(message.content), strict=True):
+                self.params[number].detach().copy_(values)
+        if said:
+            do = "look at the server's rank; what it had applied before is kept"
+            raise UsageError(explain(f"rank {self.comm.rank}: refused by the server: {said}", "an answer", do))
+        self.pulled, self.used = True, False
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        grads = [param.grad for param in self.params]
+        dense = [None if grad is None else grad.to_dense() if grad.is_sparse else grad for grad in grads]
+        for name, grad in zip(self.names, dense, strict=True):
+            if grad is not None and not bool(torch.isfinite(grad).all()):
+                raise UsageError(_not_finite(self.comm.rank, name))
+        self.step += 1
+        self.pulled = False
+        for line, part, layout in zip(self.lines, self.parts, self.layouts, strict=True):
+            message = layout.pack([dense[number] for number in part])
+            self.comm.count_sent("push", message.numel())
+            line.say(Kind.PUSH, self.step, message)
+        with self.comm.held("push", self.name):
+            self._take()
+        torch.autograd.graph.increment_version(self.params)
+
+    def _rest(self) -> None:
+        """This rank waits for others by itself: servers are not to wait for it."""
+        if self.pulled and not self.used:
+            self.pulled = False
+            for line in self.lines:
+                line.say(Kind.LEAVE)
+
+    # All ranks together.
+
+    def settle(self) -> None:
+        """Give every rank the servers' parameters. A group call."""
+        self.comm.barrier(f"{self.name}/settle")
+        self._pull()
+        self.comm.barrier(f"{self.name}/settled")
+
+    def loaded(self) -> None:
+        """Values were put into the parameters from outside, on all ranks: they count. A group call."""
+        self.comm.barrier(f"{self.name}/load")
+        if self.desk is not None:
+            self.desk.shard.refill()
+        self.comm.barrier(f"{self.name}/loaded")
+
+    def consensus(self) -> dict[int, torch.Tensor]:
+        self.settle()
+        return {}
+
+    def keeps(self, index: int) -> Kept:
+        low, high = self.held[index].bounds[self.comm.rank : self.comm.rank + 2]
+        return Kept(low=low, high=high, stride=tuple(self.params[index].stride()), shape=None)
+
+    def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return gather_state(self.optimizer, self.params, self.held, self.comm, whole=True)
+
+    def take_state(self) -> None:
+        divide_state(self.optimizer, self.params, self.held, whole=True)
+
+    def close(self) -> None:
+        """Tell the servers that this worker is done; a rank with a server waits until all are."""
+        if self.closed:
+            return
+        self.closed = True
+        self.comm.before_waiting.remove(self._rest)
+        for hook in self.hooks:
+            hook.remove()
+        for line in self.lines:
+            line.say(Kind.BYE)
+        if self.desk is not None:
+            self.desk.close()
+        for line in self.lines:
+            line.close()
+
+
+def _not_finite(rank: int, name: str) -> str:
+    given = f"rank {rank}: the gradient of {name!r} has NaN or infinite numbers, and was not pushed"
+    do = "look at the loss on this rank (clip=, a smaller learning rate); the others go on with what they have"
+    return explain(given, "finite gradients", do)
+
+
+def divided(params: list[nn.Parameter], servers: int) -> list[list[int]]:
+    """Numbers of parameters for each server: the largest first, to the one that has least."""
+    parts: list[list[int]] = [[] for _ in range(min(servers, max(1, len(params))))]
+    loads = [0] * len(parts)
+    for index in sorted(range(len(params)), key=lambda k: (-params[k].numel(), k)):
+        least = loads.index(min(loads))
+        parts[least].append(index)
+        loads[least] += params[index].numel() * params[index].element_size()
+    return [sorted(part) for part in parts]
