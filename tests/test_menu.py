@@ -54,7 +54,17 @@ def test_pairs_agree_with_check() -> None:
         assert not verdict.startswith("refused") or any(reason in fault for fault in found)
 
 
-@pytest.mark.parametrize("pair", [("ddp", "zero1"), ("bf16", "fp16"), ("share", "ddp"), ("zero1", "wire=topk")])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("ddp", "zero1"),
+        ("bf16", "fp16"),
+        ("share", "ddp"),
+        ("zero3", "wire=topk"),
+        ("delay", "share"),
+        ("gossip", "wire=sign"),
+    ],
+)
 def test_refused_pairs(pair: tuple[str, str]) -> None:
     verdict = next(verdict for left, right, verdict in menu.pairs() if {left, right} == set(pair))
     assert verdict.startswith("refused: ")
@@ -83,7 +93,7 @@ def test_command_merges_the_environment(capsys: pytest.CaptureFixture[str], monk
     assert "from: zero1 (DISTRIBUTEDTORCH_PLAN), clip=1.0 (command line)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["ddp,,", "ddp,zero1,acumulate=2", "gossip"])
+@pytest.mark.parametrize("text", ["ddp,,", "ddp,zero1,acumulate=2", "tensor=2"])
 def test_command_lists_faults(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert dtorch_plan(text, "--workers", "2") == 2
     shown = capsys.readouterr()

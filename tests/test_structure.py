@@ -11,7 +11,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "distributedtorch"
 MAY_IMPORT = {
     "core": set(),
-    "sync": {"core"},
+    "wire": {"core"},
+    "serve": {"core"},
+    "sync": {"core", "wire", "serve"},
     "data": {"core"},
     "score": {"core"},
     "elastic": {"core"},

@@ -48,25 +48,31 @@ MENU: dict[str, Recipe] = {
         travels="Ψ(N-1)/N: reduce-scatter of gradients; 2Ψ(N-1)/N: gather of parameters; k times with accumulate=k",
     ),
     "local": Recipe(
-        traits=Traits(lockstep=False, owns="whole"),
+        traits=Traits(exact=False, lockstep=False, owns="whole"),
         summary="Replicas step alone and average their parameters every so many steps (or seconds, or by their drift).",
         holds="parameters Ψ (2Ψ with a wire), gradients Ψ, optimizer state K·Ψ",
         travels="2Ψ(N-1)/N per round: all-reduce of parameters, or of their changes with a wire",
     ),
     "diloco": Recipe(
-        traits=Traits(lockstep=False, owns="whole"),
+        traits=Traits(exact=False, lockstep=False, owns="whole"),
         summary="Replicas step alone; an outer optimizer (Nesterov) follows what they moved on average.",
         holds="parameters Ψ, gradients Ψ, optimizer state K·Ψ, outer parameters and momentum 2Ψ",
         travels="2Ψ(N-1)/N per round: all-reduce of what moved",
     ),
     "gossip": Recipe(
-        traits=Traits(lockstep=False, owns="whole", sends="values"),
+        traits=Traits(exact=False, lockstep=False, owns="whole", repeats=False),
         summary="Each replica averages its parameters with one other at a time.",
         holds="parameters Ψ, gradients Ψ, optimizer state K·Ψ",
         travels="Ψ per round, to one other rank",
     ),
+    "groups": Recipe(
+        traits=Traits(exact=False, owns="whole", repeats=False),
+        summary="As ddp for parameters that move; those that hardly do add gradients up and exchange every k steps.",
+        holds="parameters 2Ψ, gradients Ψ and the sums of those that hardly move, optimizer state K·Ψ",
+        travels="2Ψ(N-1)/N for the part that moves at every step, for the rest at every k-th",
+    ),
     "server": Recipe(
-        traits=Traits(lockstep=False, owns="served", sends="values"),
+        traits=Traits(exact=False, lockstep=False, owns="served", repeats=False),
         summary="Workers push gradients to servers, which run the optimizer, and pull parameters.",
         holds="parameters Ψ, gradients Ψ; servers together parameters 2Ψ, optimizer state K·Ψ",
         travels="Ψ to the servers, Ψ from them",
@@ -94,6 +100,12 @@ MENU: dict[str, Recipe] = {
         summary="k loader batches make one optimizer step.",
         holds=UNCHANGED,
         travels="as without it, once per k batches; under zero2 the gradient half k times",
+    ),
+    "delay": Recipe(
+        traits=Traits(exact=False, needs_lockstep=True, needs_repeats=True, accepts=("whole",)),
+        summary="The gradient of a step is applied at the next one; the first step changes nothing.",
+        holds="gradients Ψ more",
+        travels="as without it, beside the whole next step",
     ),
     "batch": Recipe(
         traits=Traits(),
@@ -127,21 +139,24 @@ MENU: dict[str, Recipe] = {
     ),
     **{
         f"wire={name}": Recipe(
-            traits=Traits(accepts=("whole",), carries=("sums", "values") if values else ("sums",)),
+            traits=Traits(
+                exact=False,
+                accepts=("whole",) if name == "powersgd" else ("whole", "flat"),
+                needs_repeats=holds != UNCHANGED,
+            ),
             summary=summary,
             holds=holds,
             travels=travels,
         )
-        for name, values, summary, holds, travels in (
-            ("bf16", True, "Numbers travel in bfloat16.", UNCHANGED, "half of it in float32"),
-            ("fp16", True, "Numbers travel in float16, divided by the largest.", UNCHANGED, "half of it in float32"),
-            ("int8", True, "Numbers travel in 8 bits, rounded at random.", UNCHANGED, "0.254 of it in float32"),
-            ("sign", False, "Signs travel, and a scale per 2048 of them.", LEFT_OUT, "0.032 of it in float32"),
-            ("topk", False, "The largest numbers travel, a part r of them.", LEFT_OUT, "2r of it in float32"),
-            ("randomk", False, "Numbers at random places travel, a part r of them.", LEFT_OUT, "r of it"),
+        for name, summary, holds, travels in (
+            ("bf16", "Numbers travel in bfloat16.", UNCHANGED, "half of it in float32"),
+            ("fp16", "Numbers travel in float16, divided by the largest.", UNCHANGED, "half of it in float32"),
+            ("int8", "Numbers travel in 8 bits, rounded at random.", UNCHANGED, "0.254 of it in float32"),
+            ("sign", "Signs travel, and a scale per 2048 of them.", LEFT_OUT, "0.032 of it in float32"),
+            ("topk", "The largest numbers travel, a part r of them.", LEFT_OUT, "2r of it in float32"),
+            ("randomk", "Numbers at random places travel, a part r of them.", LEFT_OUT, "r of it"),
             (
                 "powersgd",
-                False,
                 "Two factors of rank r travel of each matrix.",
                 f"{LEFT_OUT}; the second factors",
                 "r(n+m)/nm of it for a matrix of n x m",

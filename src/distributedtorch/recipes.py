@@ -14,16 +14,18 @@ from distributedtorch.core.bucket import bucket_bytes, lay_out
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.shared import EACH_ITS_OWN
 from distributedtorch.core.sync import Sync, Trained
-from distributedtorch.core.wire import Code, Wire
+from distributedtorch.core.wire import Code, Wire, travelling
 from distributedtorch.core.world import BEFORE_LEAVING, World
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.diloco import Diloco
 from distributedtorch.sync.divided import Divided
 from distributedtorch.sync.gossip import Gossip
+from distributedtorch.sync.groups import Groups
+from distributedtorch.sync.late import Late
 from distributedtorch.sync.local import Local
 from distributedtorch.sync.loose import Loose
-from distributedtorch.sync.memory import Memory, Replicated
+from distributedtorch.sync.memory import Memory, Replicated, Shown
 from distributedtorch.sync.once import OncePerHost
 from distributedtorch.sync.optimizers import owns_whole
 from distributedtorch.sync.server import Server
@@ -43,6 +45,8 @@ _SMALL = 1 << 20
 
 def _ddp(trained: Trained, plan: Plan, world: World) -> Sync:
     made = wire(plan, world)
+    if plan.get("delay"):
+        return Late(trained, world.comm, made)
     return Ddp(trained.params, trained.names, trained.optimizer, world.comm, trained.name, wire=made)
 
 
@@ -50,14 +54,17 @@ def _zero(stage: int) -> Build:
     def build(trained: Trained, plan: Plan, world: World) -> Sync:
         params, names, name, whole = trained.params, trained.names, trained.name, owns_whole(trained.optimizer)
         memory: Memory
+        way = wire(plan, world)
         if stage == 3:
             memory = divide(params, names, trained.models, world, whole=whole, block=trained.block)
+        elif isinstance(way, Coded):
+            memory = Shown(params, names, travelling(params, way, world.size, whole=whole), way, name)
         else:
             kind = OncePerHost if trained.share and world.comm.unshared != EACH_ITS_OWN else Replicated
             memory = kind(params, names, lay_out(params, world.size, whole=whole), world.comm, name)
             if isinstance(memory, OncePerHost):
                 world.undo.append(memory.close)
-        return Zero(params, names, trained.optimizer, name, memory, eager=stage > 1, whole=whole)
+        return Zero(params, names, trained.optimizer, name, memory, wire=way, eager=stage > 1, whole=whole)
 
     return build
 
@@ -107,6 +114,10 @@ def _gossip(trained: Trained, plan: Plan, world: World) -> Sync:
     return made
 
 
+def _groups(trained: Trained, plan: Plan, world: World) -> Sync:
+    return Groups(trained, world.comm, wire(plan, world), **plan.options("groups"))  # type: ignore[arg-type]
+
+
 def _server(trained: Trained, plan: Plan, world: World) -> Sync:
     made = Server(trained, world, **plan.options("server"))  # type: ignore[arg-type]
     world.undo.append(made.close)
@@ -128,6 +139,7 @@ SYNCS: dict[str, Build] = {
     "diloco": _rounds(Diloco),
     "gossip": _gossip,
     "server": _server,
+    "groups": _groups,
 }
 """Sync word -> what makes it."""
 

@@ -16,6 +16,11 @@ def run(world: int, folder: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+def test_every_pair_of_words_that_are_not_exact(tmp_path: Path) -> None:
+    ended = forked.run(2, "tests.conformance.pairs_pool", cwd=tmp_path)
+    assert ended.returncode == 0 and "pairs train" in ended.stdout, ended.stderr
+
+
 def test_every_pair_of_words(tmp_path: Path) -> None:
     run(1, tmp_path)
     run(3, tmp_path)

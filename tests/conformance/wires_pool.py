@@ -86,7 +86,9 @@ class ByHand:
         self.lossy, self.feedback = lossy, feedback
         self.left: dict[object, Tensor] = {}
 
-    def __call__(self, name: str, count: int, parts: list[Tensor], bounds: tuple[int, ...]) -> Tensor:
+    def __call__(
+        self, name: str, count: int, parts: list[Tensor], bounds: tuple[int, ...], *, half: bool = False
+    ) -> Tensor:
         world, key = len(parts), zlib.crc32(f"{name} {count}".encode())
         draws = [torch.Generator().manual_seed(key * world + rank) for rank in range(world)]
         total = torch.zeros_like(parts[0])
@@ -94,10 +96,21 @@ class ByHand:
             for owner in range(world):
                 piece = slice(bounds[owner], bounds[owner + 1])
                 total[piece] += self._arrives((name, rank, owner), part[piece], key, draws[rank])
-        for owner in range(world):
+        for owner in range(0 if half else world):
             piece = slice(bounds[owner], bounds[owner + 1])
             total[piece] = self._arrives((name, owner), total[piece].clone(), key, draws[owner])
         return total
+
+    def each(self, name: str, count: int, flat: Tensor, bounds: tuple[int, ...]) -> Tensor:
+        """What arrives of every owner's range."""
+        world, key = len(bounds) - 1, zlib.crc32(f"{name} {count}".encode())
+        flat = flat.clone()
+        for owner in range(world):
+            piece = slice(bounds[owner], bounds[owner + 1])
+            draw = torch.Generator().manual_seed(key * world + owner)
+            if piece.stop > piece.start:
+                flat[piece] = self.lossy(flat[piece].clone(), key, draw)
+        return flat
 
     def _arrives(self, which: object, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
         if self.feedback:
@@ -202,6 +215,40 @@ def distributed(plan: str) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
+def divided(wire: str, *, whole: bool = False) -> list[Tensor]:
+    """zero1 and zero2 with a wire: sums go to their owners, changes of parameters to all."""
+    model, world = net(), dt.world()
+    params = list(model.parameters())[::-1]
+    exact = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer = torch.optim.AdamW(exact, lr=1e-2)
+    lossy, feedback = CODES[wire]
+    gradient, change = ByHand(lossy, feedback=feedback), ByHand(lossy, feedback=False)
+    like = Coded(here().comm, None)  # type: ignore[arg-type]
+    slabs = travelling(params, like, world, whole=whole)
+    for step in range(STEPS):
+        every = gradients(model, step)
+        for number, slab in enumerate(slabs):
+            flats = [laid_out(slab.numel, slab.slots, grads) for grads in every]
+            total = sum(flats)
+            if any(slot.numel >= 1024 for slot in slab.slots):
+                for k, bucket in enumerate(slab.buckets):
+                    found = gradient(f"gradients/0/{number}.{k}", step + 1, flats, bucket.bounds, half=True)
+                    span = slice(bucket.bounds[0], bucket.bounds[-1])
+                    total[span] = found[span]  # type: ignore[index]
+            for slot in slab.slots:
+                exact[slot.index].grad = slot.view(total).clone()  # type: ignore[arg-type]
+        optimizer.step()
+        for number, slab in enumerate(slabs):
+            moved = [e.detach() - p.detach() for e, p in zip(exact, params, strict=True)]
+            flat = laid_out(slab.numel, slab.slots, moved)
+            if any(slot.numel >= 1024 for slot in slab.slots):
+                for k, bucket in enumerate(slab.buckets):
+                    flat = change.each(f"parameters/0/{number}.{k}", step + 1, flat, bucket.bounds)
+            for slot in slab.slots:
+                params[slot.index].data += slot.view(flat)
+    return [param.detach() for param in model.parameters()]
+
+
 def in_rounds(wire: str) -> list[Tensor]:
     """local(every=2) with a wire: changes since the last round travel."""
     world = dt.world()
@@ -251,6 +298,10 @@ def main(forget: bool) -> None:
         Coded.reduced = reduced  # type: ignore[method-assign]
     for wire in [*CODES, "powersgd(rank=1)", "powersgd(rank=2)"]:
         compare(f"ddp,wire={wire}", truth(wire), distributed(f"ddp,wire={wire}"))
+        release()
+    for number, wire in enumerate(CODES):
+        plan = f"zero{1 + number % 2},wire={wire}"
+        compare(plan, divided(wire), distributed(plan))
         release()
     for wire in CODES:
         compare(f"local(every=2),wire={wire}", in_rounds(wire), distributed(f"local(every=2),wire={wire}"))

@@ -45,11 +45,17 @@ def faults(text: str, world: int | None = None) -> list[str]:
 
 
 def number(draw: random.Random, legal: Range) -> int | float:
-    return draw.randint(int(legal.least), 512) if legal.whole else draw.choice([1, 0.01, 1e-05, draw.random() + 1e-9])
+    return (
+        draw.randint(int(legal.least), int(min(512, legal.most)))
+        if legal.whole
+        else draw.choice([1, 0.01, 1e-05, draw.random() + 1e-9])
+    )
 
 
-def option(draw: random.Random, legal: Range | OneOf) -> Value:
-    return Word(draw.choice(legal.names)) if isinstance(legal, OneOf) else number(draw, legal)
+def option(draw: random.Random, legal: Range | Name | OneOf) -> Value:
+    if isinstance(legal, Range):
+        return number(draw, legal)
+    return Word(draw.choice(legal.names if isinstance(legal, OneOf) else ["head", "embed"]))
 
 
 def legal_word(draw: random.Random, row: Row) -> Word:

@@ -119,6 +119,11 @@ class Plan:
         """Whether replicas take steps together, so that what they compute is what one process would."""
         return traits(self.sync).lockstep
 
+    @property
+    def exact(self) -> bool:
+        """Whether the result is that of one process, up to rounding."""
+        return all(traits(key(word)).exact for word in self.words if _known(word))
+
     def options(self, name: str) -> dict[str, float | str]:
         """The arguments of a word as plain numbers and names; for a wire, of its way. Empty without the word."""
         word = self.get(name)
@@ -328,6 +333,9 @@ def clash(left: str, right: str) -> Clash | None:
             fitting = [row.name for row in WORDS.values() if row.kind == "sync" and not _unmet(asking, row.name)]
             built = [name for name in fitting if name in _menu]
             return Clash(needed, f"drop `{asking}`, or use {_listed(built or fitting)} in place of `{other}`")
+    syncs = [row.name for row in WORDS.values() if row.kind == "sync"]
+    if not {left, right} & set(syncs) and all(_unmet(left, name) or _unmet(right, name) for name in syncs):
+        return Clash(f"a sync that goes with both `{left}` and `{right}`", f"keep `{left}` or `{right}`")
     return None
 
 
@@ -336,8 +344,10 @@ def _unmet(asking: str, other: str) -> str | None:
     asks, has = traits(asking), traits(other)
     if asks.needs_lockstep and not has.lockstep:
         return f"for `{asking}`, replicas that take steps together; under `{other}` they step alone"
-    if WORDS[asking].kind == "wire" and WORDS[other].kind == "sync" and has.sends not in asks.carries:
-        return f"for `{asking}`, a sync that sends sums; under `{other}` values of parameters travel"
+    if asks.needs_repeats and not has.repeats:
+        return f"for `{asking}`, the same sums over ranks in every round; under `{other}` others travel each time"
+    if WORDS[asking].kind == "wire" and has.places == "host":
+        return f"for `{asking}`, parameters with each rank; under `{other}` they are once per host"
     if has.owns != "none" and has.owns not in asks.accepts:
         return f"for `{asking}`, ranks that own {_listed([OWNING[owns] for owns in asks.accepts])}; " + (
             f"under `{other}` they own {OWNING[has.owns]}"

@@ -7,14 +7,14 @@ A wire that makes numbers smaller leaves something out. What it leaves out of a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from distributedtorch.core.bucket import Slab, Slot, lay_out
-from distributedtorch.core.comm import Pending
+from distributedtorch.core.comm import Comm, Pending
 
 SMALL = 1024
 """Parameters of fewer elements travel as they are."""
@@ -32,6 +32,12 @@ class Wire(ABC):
     def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
         """Sum `flat[bounds[0]:bounds[-1]]` over ranks, the same result everywhere; `slots` are the parameters in it."""
 
+    @abstractmethod
+    def reduce_scatter(
+        self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot], out: Tensor | None
+    ) -> Pending:
+        """As `all_reduce`, for this rank's range only, into `out` or where it lies."""
+
     def state(self) -> dict[str, Tensor]:
         """What this rank has left out of sums so far, by exchange."""
         return {}
@@ -41,10 +47,37 @@ class Wire(ABC):
         return
 
 
-def travelling(params: Sequence[Tensor], wire: Wire, world: int) -> list[Slab]:
+def travelling(params: Sequence[Tensor], wire: Wire, world: int, *, whole: bool = False) -> list[Slab]:
     """How parameters lie in memory whose sums travel by a wire: small ones together, where it treats them apart."""
     blocks = [int(param.numel() >= SMALL) for param in params] if wire.lossy else []
-    return lay_out(params, world, whole=False, blocks=blocks, cut=wire.cuts)
+    return lay_out(params, world, whole=whole, blocks=blocks, cut=wire.cuts)
+
+
+def is_small(slots: Sequence[Slot]) -> bool:
+    """Whether an exchange has small parameters only."""
+    return all(slot.numel < SMALL for slot in slots)
+
+
+def sums(
+    comm: Comm, wire: Wire, name: str, slabs: Sequence[Slab], fill: Callable[[int], Tensor]
+) -> Iterator[tuple[Slab, Tensor]]:
+    """Each slab's sum over ranks of what `fill` gives for each of its parameters, in memory for a while."""
+    for number, slab in enumerate(slabs):
+        flat = comm.pool.borrow(slab.numel, slab.dtype, slab.device, shared=True)
+        flat[sum(slot.numel for slot in slab.slots) :].zero_()
+        for slot in slab.slots:
+            slot.view(flat).copy_(fill(slot.index))
+        slots = {slot.index: slot for slot in slab.slots}
+        pending = [
+            wire.all_reduce(f"{name}/{number}.{k}", flat, bucket.bounds, [slots[index] for index in bucket.slots])
+            for k, bucket in enumerate(slab.buckets)
+        ]
+        for one in pending:
+            one.advance()
+        for one in pending:
+            one.wait()
+        yield slab, flat
+        comm.pool.give_back([flat])
 
 
 class Code(ABC):

@@ -17,7 +17,6 @@ Kind = Literal["sync", "precision", "number", "memory", "split", "wire", "auto"]
 Form = Literal["bare", "value", "args"]
 Owns = Literal["whole", "flat", "split", "served", "none"]
 Places = Literal["rank", "host", "device"]
-Sends = Literal["sums", "values"]
 
 EXCLUSIVE: frozenset[Kind] = frozenset({"sync", "precision", "wire"})
 """Kinds of which a plan has at most one word."""
@@ -199,6 +198,8 @@ class _Reader:
 class Traits:
     """What a part states about itself; words are judged against each other by these and nothing else."""
 
+    exact: bool = True
+    """Whether the result is that of one process, up to rounding."""
     lockstep: bool = True
     """Whether replicas take optimizer steps together; False only for syncs whose replicas step alone."""
     owns: Owns = "none"
@@ -210,10 +211,10 @@ class Traits:
     """Whether it works only where replicas take steps together."""
     accepts: tuple[Owns, ...] = ("whole", "flat", "split", "served")
     """The kinds of ownership it works with."""
-    sends: Sends = "sums"
-    """What travels: `sums` over ranks, of gradients or of changes; or the `values` of parameters themselves."""
-    carries: tuple[Sends, ...] = ("sums", "values")
-    """What can travel in its form, for a wire."""
+    repeats: bool = True
+    """Whether the same sums over ranks travel in every round, so that what one leaves out can be added to the next."""
+    needs_repeats: bool = False
+    """Whether it works only then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +297,7 @@ class Row:
     """The legal values after `=`, for a word that takes one."""
     args: dict[str, Range]
     """The legal values of each argument in brackets that must be there."""
-    options: dict[str, Range | OneOf]
+    options: dict[str, Range | Name | OneOf]
     """The legal values of those that may be left out, told by their keys."""
     positional: bool = False
     """Whether canonical text leaves the arguments' keys out."""
@@ -349,7 +350,7 @@ def _row(
     *,
     takes: Range | Name | None = None,
     args: dict[str, Range] | None = None,
-    options: dict[str, Range | OneOf] | None = None,
+    options: dict[str, Range | Name | OneOf] | None = None,
     positional: bool = False,
     numerics: bool = False,
 ) -> Row:
@@ -373,7 +374,6 @@ COUNT = Range()
 POSITIVE = Range(whole=False, least=0)
 RATIO = Range(whole=False, least=0, most=1)
 EVERY = {"every": COUNT}
-ALONE = Traits(lockstep=False, owns="whole")
 PLAIN = Traits()
 SPARSE: dict[str, Any] = {"args": {"ratio": RATIO}, "positional": True}
 
@@ -408,11 +408,23 @@ _ROWS = (
         "each replica averages with one other at a time",
         options={"every": COUNT, "pairs": OneOf(names=("ring", "random"))},
     ),
-    _row("sync", "groups(every=8)", "groups step together and average with each other now and then", ALONE, args=EVERY),
+    _row(
+        "sync",
+        "groups(every=8)",
+        "parameters that hardly move are exchanged every so many steps, the others at every step",
+        args=EVERY,
+        options={"drift": POSITIVE, "fixed": Name(), "combine": OneOf(names=("mean", "sum"))},
+    ),
     _row("precision", "bf16", "compute in bfloat16, keep parameters in float32", numerics=True),
     _row("precision", "fp16", "compute in float16 with a loss scale, keep parameters in float32", numerics=True),
     _row("precision", "fp8", "bf16, with the products of linear layers in 8-bit floats", numerics=True),
     _row("number", "accumulate=4", "loader batches per optimizer step", takes=COUNT, numerics=True),
+    _row(
+        "number",
+        "delay=1",
+        "apply each gradient one step later, so that it has a whole step to travel",
+        takes=Range(most=1),
+    ),
     _row("number", "micro=8", "rows per micro-batch", PLAIN, takes=COUNT),
     _row("number", "batch=256", "rows per loader batch over all ranks", takes=COUNT, numerics=True),
     _row("number", "clip=1.0", "largest norm of the global gradient", takes=POSITIVE, numerics=True),

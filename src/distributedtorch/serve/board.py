@@ -60,7 +60,7 @@ class Board:
         self.out: dict[int, int] = {}
         """By worker the version it has pulled and not pushed from yet."""
         self.present = set(range(workers))
-        """Workers that are training: the others are not waited for."""
+        """Workers that have not left for good."""
         self.taken = dict.fromkeys(range(workers), -1)
         """By worker the last step of it that was applied."""
         self.waiting: list[Push] = []
@@ -73,7 +73,6 @@ class Board:
         """A worker asks for the present version."""
         if any(push.worker == worker for push in self.waiting):
             raise Refused(f"worker {worker} pulls while its push waits")
-        self.present.add(worker)
         self._answer([worker])
 
     def push(self, worker: int, step: int, content: Any) -> None:
@@ -90,11 +89,11 @@ class Board:
         self.came[late] = self.came.get(late, 0) + 1
         return self._drain()
 
-    def leave(self, worker: int) -> None:
-        """A worker stops training for a while, or for good."""
+    def leave(self, worker: int, *, for_good: bool = False) -> None:
+        """A worker gives back what it has pulled: it will pull again, or never."""
         self._say("leave", worker, -1)
         self.out.pop(worker, None)
-        self.present.discard(worker)
+        self.present -= {worker} if for_good else set()
         self._drain()
 
     def _may_apply(self) -> bool:

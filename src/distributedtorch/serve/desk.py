@@ -63,6 +63,6 @@ class Desk:
             board.push(worker, message.step, message.content)
         elif message.kind in (Kind.LEAVE, Kind.BYE):
             self.gone |= {worker} if message.kind is Kind.BYE else set()
-            board.leave(worker)
+            board.leave(worker, for_good=message.kind is Kind.BYE)
         else:
             raise Refused(f"a worker says {message.kind.name}")

@@ -12,8 +12,6 @@ Travels: Psi (N-1)/N for each time all parameters are gathered.
 
 from __future__ import annotations
 
-import ctypes
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from distributedtorch.core.bucket import Slab, Slot, is_empty
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.pull import Fetch, Pull
-from distributedtorch.sync.memory import Memory, move_in
+from distributedtorch.sync.memory import Memory, checksum, move_in
 
 
 class Unit:
@@ -298,13 +296,6 @@ def _looks(flat: Tensor) -> int:
 
 _ALONE = _looks(torch.empty(1))
 """What is counted where one tensor looks. Never counted on the spot: memory from the pool may have late lookers."""
-
-
-def checksum(flat: Tensor) -> int:
-    """What the bytes of dense values add up to."""
-    host = flat.cpu()
-    size = host.numel() * host.element_size()
-    return zlib.crc32((ctypes.c_char * size).from_address(host.data_ptr()))  # numpy() would fix its storage's size
 
 
 def _name_of(number: int) -> str:

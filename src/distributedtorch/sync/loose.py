@@ -18,7 +18,7 @@ from distributedtorch.core.bucket import Slab
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Trained, bytes_of, leaves
-from distributedtorch.core.wire import Wire, travelling
+from distributedtorch.core.wire import Wire, sums, travelling
 from distributedtorch.sync.alone import Alone
 from distributedtorch.wire.plain import Plain
 
@@ -76,22 +76,7 @@ class Loose(Alone):
 
     def sums(self, wire: Wire, fill: Callable[[int], Tensor]) -> Iterator[tuple[Slab, Tensor]]:
         """Each slab's sum over ranks of what `fill` gives for each of its parameters."""
-        for number, slab in enumerate(self.slabs):
-            flat = self.comm.pool.borrow(slab.numel, slab.dtype, slab.device, shared=True)
-            flat[sum(slot.numel for slot in slab.slots) :].zero_()
-            for slot in slab.slots:
-                slot.view(flat).copy_(fill(slot.index))
-            slots = {slot.index: slot for slot in slab.slots}
-            pending = [
-                wire.all_reduce(f"{self.name}/{number}.{k}", flat, b.bounds, [slots[index] for index in b.slots])
-                for k, b in enumerate(slab.buckets)
-            ]
-            for one in pending:
-                one.advance()
-            for one in pending:
-                one.wait()
-            yield slab, flat
-            self.comm.pool.give_back([flat])
+        return sums(self.comm, wire, self.name, self.slabs, fill)
 
     @torch.no_grad()
     def average(self, wire: Wire) -> tuple[float, float]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.sync.divided import AT, Divided, Unit, checksum
+from distributedtorch.sync.divided import AT, Divided, Unit
+from distributedtorch.sync.memory import checksum
 
 _UNITS: dict[int, Unit] = {}
 """Divided parameters of this process, by id."""

@@ -16,7 +16,8 @@ itself does not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torch import Tensor, nn
 from distributedtorch.core.bucket import Slab, Slot
 from distributedtorch.core.comm import Pending
 from distributedtorch.core.plan import Traits
-from distributedtorch.core.sync import Kept, Sync
+from distributedtorch.core.sync import Kept, Sync, bytes_of
+from distributedtorch.core.wire import Wire
 from distributedtorch.sync.collect import Cell, Collect, refuse_buffer
 from distributedtorch.sync.gradient import DividedGrad, Held
-from distributedtorch.sync.memory import Memory
+from distributedtorch.sync.memory import Memory, Shown
 from distributedtorch.sync.state import divide_state, gather_state, step_on
 
 _HELD_HERE = 2  # by the list, and by the question
@@ -49,11 +51,12 @@ class Zero(Sync):
         name: str,
         memory: Memory,
         *,
+        wire: Wire,
         eager: bool,
         whole: bool,
     ) -> None:
         self.params, self.names, self.optimizer, self.comm, self.name = params, names, optimizer, memory.comm, name
-        self.memory, self.slabs = memory, memory.slabs
+        self.memory, self.slabs, self.wire = memory, memory.slabs, wire
         self.eager, self.whole, self.scale = eager, whole, 1.0
         comm, sent = self.comm, f"gradients/{name}"
         self.collect = Collect(params, self.slabs, comm, self._send, name=sent, keep=not eager, arrived=self._arrived)
@@ -157,7 +160,10 @@ class Zero(Sync):
         if cell.in_place:
             first = _own(self.slabs[cell.slab], rank)[0]
             out = self.shards[cell.slab][cell.bucket.bounds[rank] - first : cell.bucket.bounds[rank + 1] - first]
-        return self.comm.reduce_scatter(cell.name, flat, bounds, out)
+        shift = cell.bucket.bounds[0] - bounds[0]
+        slots = [self.collect.where[index][1] for index in cell.bucket.slots]
+        slots = [replace(slot, start=slot.start - shift) for slot in slots] if shift else slots
+        return self.wire.reduce_scatter(cell.name, flat, bounds, slots, out)
 
     def _arrived(self, cell: Cell) -> None:
         """Stage 2: add this rank's part of a bucket to its shard."""
@@ -258,6 +264,22 @@ class Zero(Sync):
     def take_state(self) -> None:
         divide_state(self.optimizer, self.params, self.held, whole=self.whole)
 
+    def own_state(self) -> dict[str, Tensor]:
+        own = self.memory.own_state() if isinstance(self.memory, Shown) else {}
+        return {**own, **{f"wire/{name}": value for name, value in self.wire.state().items()}}
+
+    def take_own_state(self, state: Mapping[str, Tensor]) -> None:
+        self.wire.take_state({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
+        if isinstance(self.memory, Shown):
+            self.memory.take_own_state(state)
+
+    def loaded(self) -> None:
+        if isinstance(self.memory, Shown):
+            self.memory.refill()
+
+    def consensus(self) -> dict[int, Tensor]:
+        return self.memory.exactly() if isinstance(self.memory, Shown) else {}
+
     def keeps(self, index: int) -> Kept:
         held = self.held[index]
         low, high = held.bounds[self.comm.rank : self.comm.rank + 2]
@@ -270,6 +292,7 @@ class Zero(Sync):
             "parameters": self.memory.bytes_held(),
             "gradients": sum(b.numel() * b.element_size() for b in grads),
             "optimizer": self.bytes_of_state(),
+            "left out": sum(map(bytes_of, self.wire.state().values())),
         }
 
 

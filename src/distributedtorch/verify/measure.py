@@ -101,6 +101,7 @@ def together(job: Job, folder: Path) -> Run:
 def _check(job: Job) -> None:
     if job.plan is not None:
         Plan.parse(job.plan).check(job.workers)
+        record.refuse_loose(Plan.parse(job.plan))
     for name, number in (("workers", job.workers), ("steps", job.steps)):
         if number < 1:
             raise LaunchError(explain(f"{name} {number} given", "1 or more", f"give --{name} a number from 1 up"))

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from distributedtorch.core.batches import Rows
+from distributedtorch.core.errors import PlanError, explain
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.step import Loop, Member
 from distributedtorch.data.cut import arrays
@@ -46,7 +47,17 @@ def reversed_rows() -> bool:
 
 def plan_here(plan: Plan) -> Plan:
     """The plan to carry out: of the truth's, only the words that change the result."""
+    if wanted():
+        refuse_loose(plan)
     return plan.numerics() if os.environ.get(PLAN) == "numerics" else plan
+
+
+def refuse_loose(plan: Plan) -> None:
+    """Refuse to verify a plan that means another result than that of one process."""
+    if not plan.exact:
+        given = f"verify under the plan {plan}"
+        needed = "a plan whose result is that of one process"
+        raise PlanError(explain(given, needed, "compare losses instead (dt.compare), or verify under ddp"))
 
 
 def workers_here(workers: int | None) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from distributedtorch.core.bucket import Slot
 from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.pairs import Posted, wait_all
-from distributedtorch.core.wire import SMALL, Code, Wire
+from distributedtorch.core.wire import Code, Wire, is_small
 
 _SENT, _SUMMED = "sent", "summed"
 
@@ -32,12 +33,36 @@ class Coded(Wire):
         self.counts: dict[str, int] = defaultdict(int)
 
     def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
-        if all(slot.numel < SMALL for slot in slots):
+        if is_small(slots):
             return self.comm.all_reduce(name, flat, bounds)
-        end = max(slot.start + slot.numel for slot in slots)
-        flat[max(end, bounds[0]) : bounds[-1]].zero_()  # a decoded sum may stand in the padding
+        _clear_padding(flat, bounds, slots)
+        return _Sum(self, name, flat, bounds, None, everywhere=True).pending
+
+    def reduce_scatter(
+        self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot], out: Tensor | None
+    ) -> Pending:
+        if is_small(slots):
+            return self.comm.reduce_scatter(name, flat, bounds, out)
+        _clear_padding(flat, bounds, slots)
+        return _Sum(self, name, flat, bounds, out, everywhere=False).pending
+
+    def bring_near(self, name: str, flat: Tensor, bounds: Sequence[int], exact: Tensor) -> Pending:
+        """Move what all ranks have in `flat` nearer to what each has exactly of its range, by codes of the difference.
+
+        What a code leaves out is in the next difference: nothing more has to be kept.
+        """
+        return _Difference(self, name, flat, bounds, exact).pending
+
+    def begin(self, name: str) -> tuple[int, torch.Generator]:
+        """What all ranks know of the next exchange of that name, and what this one draws from in it."""
         self.counts[name] += 1
-        return _Sum(self, name, flat, bounds).pending
+        key = zlib.crc32(f"{name} {self.counts[name]}".encode())
+        return key, torch.Generator().manual_seed(key * self.comm.world + self.comm.rank)
+
+    def sizes(self, bounds: Sequence[int], dtype: torch.dtype) -> list[int]:
+        """Bytes of each range's code."""
+        pieces = [high - low for low, high in pairwise(bounds)]
+        return [self.code.bytes(numel, dtype) if numel else 0 for numel in pieces]
 
     def reduced(self, which: str, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
         """A code of values and of what was left out before; what it leaves out is kept."""
@@ -61,25 +86,26 @@ class Coded(Wire):
 class _Sum:
     """One sum under way."""
 
-    def __init__(self, wire: Coded, name: str, flat: Tensor, bounds: Sequence[int]) -> None:
+    def __init__(
+        self, wire: Coded, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, everywhere: bool
+    ) -> None:
         self.wire, self.comm, self.name, self.flat, self.bounds = wire, wire.comm, name, flat, bounds
-        self.key = zlib.crc32(f"{name} {wire.counts[name]}".encode())
-        self.draw = torch.Generator().manual_seed(self.key * self.comm.world + self.comm.rank)
-        ranks = range(self.comm.world)
-        pieces = [bounds[k + 1] - bounds[k] for k in ranks]
-        self.sizes = [wire.code.bytes(numel, flat.dtype) if numel else 0 for numel in pieces]
-        self.codes = [self._code(f"{_SENT}/{name}/{k}", flat[bounds[k] : bounds[k + 1]]) for k in ranks]
-        mine = self.sizes[self.comm.rank]
-        self.parts = [torch.empty(mine, dtype=torch.uint8) for _ in ranks]
-        self.parts[self.comm.rank] = self.codes[self.comm.rank]
+        self.out, self.everywhere, rank, world = out, everywhere, wire.comm.rank, wire.comm.world
+        self.key, self.draw = wire.begin(name)
+        self.sizes = wire.sizes(bounds, flat.dtype)
+        codes = [self._code(f"{_SENT}/{name}/{k}", flat[bounds[k] : bounds[k + 1]]) for k in range(world)]
+        self.parts = [torch.empty(self.sizes[rank], dtype=torch.uint8) for _ in range(world)]
+        self.parts[rank] = codes[rank]
         self.sums = [torch.empty(size, dtype=torch.uint8) for size in self.sizes]
-        given = sum(self.sizes) - mine + mine * (self.comm.world - 1)
-        self.comm.count_sent("all-reduce", given)
-        self.works = self.comm.pairs.swap(f"{name}/codes", self.codes, self.parts)
-        self.pending = Pending(self.comm, "all-reduce", name)
+        self.total: Tensor | None = None
+        kind = "all-reduce" if everywhere else "reduce-scatter"
+        back = self.sizes[rank] * (world - 1) if everywhere else 0
+        self.comm.count_sent(kind, sum(self.sizes) - self.sizes[rank] + back)
+        self.works = self.comm.pairs.swap(f"{name}/codes", codes, self.parts)
+        self.pending = Pending(self.comm, kind, name)
         self.pending.work = Posted()
         self.comm.pairs.progress.hand_over(self.pending.work, self._sum_up)
-        self.pending.tail.append(self._land)
+        self.pending.tail.append(self._land if everywhere else self._keep)
 
     def _code(self, which: str, values: Tensor) -> Tensor:
         if not values.numel():
@@ -95,15 +121,53 @@ class _Sum:
         wait_all(self.works)
         rank = self.comm.rank
         if self.sizes[rank]:
-            total = self._decoded(self.parts[0], rank)
+            self.total = self._decoded(self.parts[0], rank)
             for part in self.parts[1:]:
-                total += self._decoded(part, rank)
-            self.sums[rank] = self._code(f"{_SUMMED}/{self.name}", total)
-        given = [self.sums[rank]] * self.comm.world
-        self.works = self.comm.pairs.swap(f"{self.name}/sums", given, self.sums)
+                self.total += self._decoded(part, rank)
+        if self.everywhere:
+            if self.total is not None:
+                self.sums[rank] = self._code(f"{_SUMMED}/{self.name}", self.total)
+            given = [self.sums[rank]] * self.comm.world
+            self.works = self.comm.pairs.swap(f"{self.name}/sums", given, self.sums)
 
     def _land(self) -> None:
         wait_all(self.works)
         for rank, code in enumerate(self.sums):
             if self.sizes[rank]:
                 self.flat[self.bounds[rank] : self.bounds[rank + 1]] = self._decoded(code, rank)
+
+    def _keep(self) -> None:
+        rank = self.comm.rank
+        if self.total is not None:
+            mine = self.flat[self.bounds[rank] : self.bounds[rank + 1]] if self.out is None else self.out
+            mine.copy_(self.total)
+
+
+class _Difference:
+    """One gather under way."""
+
+    def __init__(self, wire: Coded, name: str, flat: Tensor, bounds: Sequence[int], exact: Tensor) -> None:
+        self.wire, self.flat, self.bounds, comm = wire, flat, bounds, wire.comm
+        self.key, draw = wire.begin(name)
+        sizes = wire.sizes(bounds, flat.dtype)
+        mine = exact - flat[bounds[comm.rank] : bounds[comm.rank + 1]]
+        self.codes = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        if mine.numel():
+            self.codes[comm.rank] = wire.code.encode(mine, self.key, draw).to("cpu")
+        comm.count_sent("all-gather", sizes[comm.rank] * (comm.world - 1))
+        self.works = comm.pairs.swap(f"{name}/codes", [self.codes[comm.rank]] * comm.world, self.codes)
+        self.pending = Pending(comm, "all-gather", name)
+        self.pending.tail.append(self._land)
+
+    def _land(self) -> None:
+        wait_all(self.works)
+        for code, (low, high) in zip(self.codes, pairwise(self.bounds), strict=True):
+            if high > low:
+                there = self.flat[low:high]
+                there += self.wire.code.decode(code.to(there.device), high - low, there.dtype, self.key)
+
+
+def _clear_padding(flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> None:
+    """Where no parameter is, a decoded sum may stand."""
+    end = max(slot.start + slot.numel for slot in slots)
+    flat[min(max(end, bounds[0]), bounds[-1]) : bounds[-1]].zero_()

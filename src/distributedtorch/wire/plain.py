@@ -21,3 +21,8 @@ class Plain(Wire):
 
     def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
         return self.comm.all_reduce(name, flat, bounds)
+
+    def reduce_scatter(
+        self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot], out: Tensor | None
+    ) -> Pending:
+        return self.comm.reduce_scatter(name, flat, bounds, out)

@@ -38,6 +38,11 @@ class PowerSgd(Wire):
             return self.comm.all_reduce(name, flat, bounds)
         return _Factors(self, name, flat, [slot for slot in slots if slot not in thin], thin).pending
 
+    def reduce_scatter(
+        self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot], out: Tensor | None
+    ) -> Pending:
+        raise AssertionError("factors are of whole matrices: plans that divide parameters are refused")
+
     def gains(self, slot: Slot) -> bool:
         """Whether factors are smaller than the parameter."""
         rows = slot.shape[0] if len(slot.shape) > 1 else 1
