@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -95,21 +96,20 @@ def free_port() -> int:
 class Ranks:
     """The processes of one variant."""
 
-    def __init__(self, name: str, num_ranks: int) -> None:
-        home = VARIANTS[name].home
-        python, port = environment(home), free_port()
+    def __init__(self, name: str, commands: Sequence[tuple[list[str], dict[str, str]]]) -> None:
+        """Start them: for each rank its command and its environment."""
         logs = HOMES / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.name = name
-        self.logs = [logs / f"{name.replace(' ', '_')}.{rank}.log" for rank in range(num_ranks)]
+        self.logs = [logs / f"{name.replace(' ', '_')}.{rank}.log" for rank in range(len(commands))]
         self.processes = []
-        for rank, log in enumerate(self.logs):
+        for log, (command, environ) in zip(self.logs, commands, strict=True):
             with log.open("w") as stderr:
                 self.processes.append(
                     subprocess.Popen(
-                        [python, "-m", "benchmarks.peers.worker"],
+                        command,
                         cwd=ROOT,
-                        env=_environ(home, rank, num_ranks, port),
+                        env=environ,
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=stderr,
@@ -162,7 +162,8 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-def _environ(home: str, rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def environ_of(home: str, rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What a rank of several on one host finds in its environment."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
@@ -179,7 +180,8 @@ def start(name: str, num_ranks: int, setting: Setting, outcome: Outcome) -> Rank
     first = {"file": variant.file, "word": variant.word, "model": setting.model, "batch": setting.batch, "warmup": 2}
     for lock in HOMES.glob("*/extensions/*/lock"):
         lock.unlink()  # of a build that was killed: torch would wait for it for ever
-    ranks = Ranks(name, num_ranks)
+    command, port = [environment(variant.home), "-m", "benchmarks.peers.worker"], free_port()
+    ranks = Ranks(name, [(command, environ_of(variant.home, rank, num_ranks, port)) for rank in range(num_ranks)])
     try:
         outcome.facts = ranks.ask(first, SECONDS_START)[0]
     except RankError as error:
