@@ -1,7 +1,8 @@
 """What is measured beside each other: one file per library, each with `build(word, model) -> Step`.
 
 A file's docstring is its card: what its words mean and which options were chosen. Everything a card does not name is
-the library's default; the optimizer is always `torch.optim.AdamW(lr=1e-4)` with torch's defaults, the type float32.
+the library's default; the optimizer is always `torch.optim.AdamW(lr=1e-4)` with torch's defaults, the type float32
+(another learning rate where a loss is the figure: `loop.LEARNING_RATE`).
 A library that is not ours or torch's lives in a virtual environment of its own, so no import here may need it.
 """
 
@@ -33,6 +34,7 @@ PINS = {
     "accelerate": ("torch==2.13.0", "numpy==2.4.6", "accelerate==1.15.0"),
     "lightning": ("torch==2.13.0", "numpy==2.4.6", "lightning==2.6.6"),
     "deepspeed": ("torch==2.13.0", "numpy==2.4.6", "setuptools", "ninja", "deepspeed==0.19.8"),
+    "torchft": ("torch==2.13.0", "numpy==2.4.6", "torchft==0.2.0"),
     "exchange": (
         "torch==2.13.0",
         "numpy==2.4.6",

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.peers.loop import Step
 from benchmarks.step_time import Gpt
 
-LIBRARIES = ("torch", "numpy", "accelerate", "lightning", "deepspeed")
+LIBRARIES = ("torch", "numpy", "accelerate", "lightning", "deepspeed", "torchft")
 
 
 def own_pipes() -> tuple[IO[str], IO[str]]:
