@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test lint matrix bench failures chaos clean
-.PHONY: bench-exchange bench-gpu soak
+.PHONY: bench-exchange bench-link bench-gpu soak
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -39,6 +39,9 @@ OUT ?= .
 bench-gpu:                  ## on a machine with a GPU and torch: every GPU script, results in OUT; about half an hour
 	for script in gpu gpu_memory gpu_precision gpu_checkpoint gpu_train gpu_nccl gpu_pull gpu_tax; do \
 		PYTHONPATH=src:. $(PYTHON) benchmarks/$$script.py $(OUT) || exit 1; done
+
+bench-link: .venv/.ready      ## training over a slow link beside torch's own and torchft: steps, seconds, bytes; hours (root for network namespaces)
+	$(BIN)/python -m benchmarks.slow_link
 
 soak: .venv/.ready          ## shared memory: 1,000 kills, 20 stops, 10 million exchanges, limits; about an hour
 	$(BIN)/python -m benchmarks.shared_faults --limits --stops 20 --kills 1000 --soak 10000000

@@ -1,0 +1,152 @@
+"""One rank on each of two hosts, and a link between them: starting a variant there, and what it learns per step.
+
+A variant's processes are those of `conductor.Ranks`, one on each host of a bed (tests/bed.py). Variants whose word has
+`every=` exchange once in so many steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.conductor import SECONDS_START, RankError, Ranks, Setting, environ_of, environment
+from benchmarks.peers import Variant
+from tests.bed import INTERFACE, Bed
+
+WORLD = 2
+EVALUATED_EVERY, HELD_OUT_ROWS = 5, 16
+SECONDS_TURN = 600
+_ports = itertools.count(20_000)  # below those that the kernel gives to clients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every variant is to learn."""
+
+    setting: Setting
+    """The model, and the rows of a rank."""
+    target: float
+    """The held-out loss to be reached."""
+    at_most: int
+    """Steps after which a variant has not reached it."""
+
+
+@dataclass(kw_only=True)
+class Curve:
+    """What a variant learned at one learning rate."""
+
+    points: list[tuple[int, float]] = field(default_factory=list)
+    """Steps taken, and the held-out loss then."""
+    bytes_sent: list[float] = field(default_factory=list)
+    """Bytes a step and rank between these points, by the interfaces' counters."""
+    steps: float | None = None
+    """Steps to the target; None: not reached."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Libraries that took part, told by the ranks."""
+
+
+def period(word: str) -> int:
+    """Steps from exchange to exchange."""
+    found = re.search(r"\bevery=(\d+)", word)
+    return int(found[1]) if found else 1
+
+
+def start(
+    bed: Bed, name: str, variant: Variant, setting: Setting, learning_rate: float
+) -> tuple[Ranks, dict[str, str]]:
+    """Build a variant, one rank on each host; give its processes and the versions they have.
+
+    Raises:
+        RankError: It refuses, ends or does not answer.
+    """
+    command, port = [environment(variant.home), "-m", "benchmarks.peers.learner"], next(_ports)
+    here = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": bed.address(0)}
+    here |= {"GLOO_SOCKET_IFNAME": INTERFACE, "BENCHMARK_LEARNING_RATE": str(learning_rate)}
+    environs = [environ_of(variant.home, rank, WORLD, port) | here for rank in range(WORLD)]
+    ranks = Ranks(name, [(bed.command(rank, *command), environ) for rank, environ in enumerate(environs)])
+    try:
+        first = {"file": variant.file, "word": variant.word, "model": setting.model, "batch": setting.batch}
+        said = ranks.ask(first, SECONDS_START)
+        if refused := [one["refused"] for one in said if "refused" in one]:
+            raise RankError(f"refused: {refused[0]}")
+    except RankError:
+        ranks.end()
+        raise
+    return ranks, said[0]["versions"]
+
+
+def held_out_loss(ranks: Ranks) -> float:
+    """The mean over all held-out rows, each rank its part of them."""
+    return statistics.fmean(one["loss"] for one in ranks.ask({"evaluate": HELD_OUT_ROWS}, SECONDS_TURN))
+
+
+def learn(bed: Bed, name: str, variant: Variant, task: Task, learning_rate: float) -> Curve:
+    """Train from the start over an unlimited link until the target is reached; evaluate in between.
+
+    A variant that exchanges now and then is evaluated after each exchange only, when its ranks have one model.
+
+    Raises:
+        RankError: It refuses, ends or does not answer.
+    """
+    bed.rate(None)
+    every = period(variant.word)
+    stretch = every if every > 1 else EVALUATED_EVERY
+    ranks, versions = start(bed, name, variant, task.setting, learning_rate)
+    curve = Curve(versions=versions)
+    try:
+        for taken in range(stretch, task.at_most + 1, stretch):
+            before = [bed.bytes_sent(host) for host in range(WORLD)]
+            ranks.ask({"steps": stretch}, SECONDS_TURN)
+            sent = statistics.fmean(bed.bytes_sent(host) - before[host] for host in range(WORLD))
+            curve.bytes_sent.append(sent / stretch)
+            curve.points.append((taken, held_out_loss(ranks)))
+            curve.steps = reached(curve.points, task.target, smooth=every == 1)
+            if curve.steps is not None or not math.isfinite(curve.points[-1][1]):
+                break
+    finally:
+        ranks.end()
+    return curve
+
+
+def reached(points: Sequence[tuple[int, float]], target: float, *, smooth: bool) -> float | None:
+    """The steps at which a curve comes down to the target.
+
+    Smooth: of the mean of each point with its neighbours, and between points by a straight line. Otherwise the first
+    point at or below it: between exchanges there is no one model.
+    """
+    if not smooth:
+        return next((float(step) for step, loss in points if loss <= target), None)
+    means = [statistics.fmean(loss for _, loss in points[max(0, k - 1) : k + 2]) for k in range(len(points) - 1)]
+    for k, mean in enumerate(means):
+        if mean <= target:
+            step, before = points[k][0], max(0, k - 1)
+            part = (means[before] - target) / (means[before] - mean) if k else 1.0
+            return points[before][0] + part * (step - points[before][0])
+    return None
+
+
+def confirm(
+    bed: Bed, name: str, variant: Variant, task: Task, learning_rate: float, *, rate: str, num_steps: int
+) -> dict[str, Any]:
+    """Train from the start at a rate for so many steps: the seconds of the whole, and the held-out loss after it.
+
+    Raises:
+        RankError: It refuses, ends or does not answer.
+    """
+    bed.rate(None)
+    ranks, _ = start(bed, name, variant, task.setting, learning_rate)
+    try:
+        bed.rate(rate)
+        began = time.perf_counter()
+        ranks.ask({"steps": num_steps}, num_steps * SECONDS_TURN)
+        seconds = time.perf_counter() - began
+        bed.rate(None)
+        return {"variant": name, "rate": rate, "steps": num_steps, "seconds": seconds, "loss": held_out_loss(ranks)}
+    finally:
+        ranks.end()

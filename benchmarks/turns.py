@@ -1,0 +1,132 @@
+"""What a step of each variant takes at a rate: turns of all variants beside each other, on the two hosts of a bed.
+
+In every round each variant has one turn, in a new order, while the others sleep on their pipes. A turn of one that
+exchanges now and then is `SHORT` steps of the same with `every=SHORT`: it has exactly one exchange, and its first
+`ORDINARY` steps, told by the ranks, have none. A step of it takes the median ordinary step, and its part of what the
+turn took beyond ordinary steps.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.conductor import RankError, Ranks, Setting, grouped
+from benchmarks.links import SECONDS_TURN, WORLD, period, start
+from benchmarks.peers import IDEAL, Variant
+from tests.bed import Bed
+
+SHORT, ORDINARY, WARMUP = 8, 3, 3
+ROUNDS_A_LIFE = 4
+LEARNING_RATE = 1e-4  # of no matter here
+
+
+@dataclass(kw_only=True)
+class Timing:
+    """What a step of a variant takes."""
+
+    seconds: dict[str, list[float]]
+    """Rate -> seconds a step, one value a round."""
+    relative: dict[str, list[float]]
+    """Rate -> the same as times no exchange in the same round."""
+    failed: str = ""
+    """Why it gave nothing, or stopped."""
+
+
+def shortened(variant: Variant) -> Variant:
+    """The same with an exchange in every turn."""
+    return replace(variant, word=re.sub(r"\bevery=\d+", f"every={SHORT}", variant.word))
+
+
+def seconds_a_step(seconds: float, told: Sequence[Sequence[float]], every: int) -> float:
+    """What a step takes on average, from the seconds of a turn and those of each rank's steps in it."""
+    num_steps = len(told[0])
+    if every == 1:
+        return seconds / num_steps
+    ordinary = statistics.fmean(statistics.median(steps[:ORDINARY]) for steps in told)
+    return ordinary + (seconds - num_steps * ordinary) / every
+
+
+class Turns:
+    """All variants, and what their turns took so far."""
+
+    def __init__(self, bed: Bed, variants: dict[str, Variant], setting: Setting, rates: Sequence[str]) -> None:
+        self.bed, self.variants, self.setting, self.rates = bed, variants, setting, rates
+        self.timings = {
+            name: Timing(seconds={rate: [] for rate in rates}, relative={rate: [] for rate in rates})
+            for name in variants
+        }
+        self.shuffled = random.Random(0)
+
+    def take(self, num_rounds: int) -> dict[str, Timing]:
+        """So many rounds at each rate, in groups that fit into memory, each with no exchange and torch DDP.
+
+        All processes start anew every `ROUNDS_A_LIFE` rounds: where a process's memory lies makes it faster or slower.
+        """
+        paired, groups = grouped(list(self.variants), WORLD, self.setting)
+        if not paired:
+            given = f"{len(self.variants)} variants, of which not even three fit into the free memory"
+            raise SystemExit(
+                f"{given}\n  needed: no exchange, torch DDP and one more at a time\n  do: free some memory"
+            )
+        for group in groups:
+            for begun in range(0, num_rounds, ROUNDS_A_LIFE):
+                names = [name for name in group if not self.timings[name].failed]
+                self._life(names, min(ROUNDS_A_LIFE, num_rounds - begun))
+        return self.timings
+
+    def _life(self, names: Sequence[str], num_rounds: int) -> None:
+        """Rounds from the start of all processes to their end."""
+        self.bed.rate(None)
+        there: dict[str, Ranks] = {}
+        try:
+            for name in names:
+                self._begin(there, name)
+            for rate in self.rates:
+                self.bed.rate(rate)
+                self._round(there)  # not counted: connections find out about the rate
+                for _ in range(num_rounds):
+                    self._note(rate, self._round(there))
+        finally:
+            for ranks in there.values():
+                ranks.end()
+
+    def _begin(self, there: dict[str, Ranks], name: str) -> None:
+        variant = self.variants[name]
+        try:
+            there[name], _ = start(self.bed, name, shortened(variant), self.setting, LEARNING_RATE)
+            there[name].ask({"steps": SHORT if period(variant.word) > 1 else WARMUP}, SECONDS_TURN)
+        except RankError as error:
+            self._fail(there, name, error)
+
+    def _round(self, there: dict[str, Ranks]) -> dict[str, float]:
+        """A turn of every variant; seconds a step of those that came through."""
+        took: dict[str, float] = {}
+        for name in self.shuffled.sample(list(there), len(there)):
+            every = period(self.variants[name].word)
+            began = time.perf_counter()
+            try:
+                said = there[name].ask({"steps": self.setting.steps if every == 1 else SHORT}, SECONDS_TURN)
+            except RankError as error:
+                self._fail(there, name, error)
+            else:
+                seconds = time.perf_counter() - began
+                took[name] = seconds_a_step(seconds, [one["seconds"] for one in said], every)
+        if IDEAL not in took:
+            raise RuntimeError(f"no exchange, which all are compared with, has failed: {self.timings[IDEAL].failed}")
+        return took
+
+    def _note(self, rate: str, took: dict[str, float]) -> None:
+        print(f"  {rate}: " + ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in took.items()), flush=True)
+        for name, seconds in took.items():
+            self.timings[name].seconds[rate].append(seconds)
+            self.timings[name].relative[rate].append(seconds / took[IDEAL])
+
+    def _fail(self, there: dict[str, Ranks], name: str, error: RankError) -> None:
+        self.timings[name].failed = str(error)
+        if name in there:
+            there.pop(name).end()
