@@ -63,6 +63,8 @@ class Server(Alone):
         self.take_state()
         self.lines = self._meet(world, pair, staleness, ahead, compensate)
         self.closed = False
+        self.version = 0
+        """The version that a server last gave."""
         self.pulled = self.used = False
         """Whether what was pulled counts as being computed with, and whether it is."""
         self.comm.before_waiting.append(self._rest)
@@ -125,6 +127,7 @@ class Server(Alone):
                 said = said or str(error)
                 continue
             assert message.content is not None
+            self.version = message.version
             self.comm.count_sent("pull", layout.bytes)
             for number, values in zip(part, layout.views(message.content), strict=True):
                 self.params[number].detach().copy_(values)

@@ -1,0 +1,132 @@
+"""Loss of a GPT of 3M parameters under every wire, and under plans whose replicas step alone, beside ddp.
+
+Two ranks, the same rows of a made-up language for every plan, AdamW with a warm-up; the loss on rows that nobody is
+trained on, after `dt.sync()`, as the mean of the last evaluations. Twins with error feedback switched off show what
+it is worth. `python -m benchmarks.convergence [--plans TEXT ...] [--seeds 1] [--steps 600]` writes
+benchmarks/results/convergence.json; known rows of the same commit and steps are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import distributedtorch as dt
+from benchmarks.language import HELD_OUT, Language
+from benchmarks.step_time import ROOT, Gpt, machine
+from distributedtorch.core.world import here
+from distributedtorch.wire.feedback import Coded
+
+MODEL = {"layers": 4, "d": 192, "vocabulary": 4096, "length": 64}
+BATCH, WARM_UP, LEARNING_RATE = 8, 50, 1e-3
+WIRES = ("bf16", "fp16", "int8", "sign", "topk(0.01)", "randomk(0.05)", "powersgd(rank=4)")
+FORGETS = "without feedback: "
+PLANS = (
+    "ddp",
+    *(f"ddp,wire={wire}" for wire in WIRES),
+    "zero1,wire=int8",
+    "local(every=16),wire=topk(0.05)",
+    "diloco(every=50),wire=int8",
+    *(f"{FORGETS}ddp,wire={wire}" for wire in ("sign", "topk(0.01)", "randomk(0.05)")),
+)
+RESULT = ROOT / "benchmarks/results/convergence.json"
+
+
+def inside(plan: str, seed: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    if plan.startswith(FORGETS):
+        kept = Coded.reduced
+        Coded.reduced = lambda self, which, *rest: (self.left.clear(), kept(self, which, *rest))[1]  # type: ignore[method-assign]
+    torch.manual_seed(seed)
+    model: Any = Gpt(**MODEL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    model, optimizer, warm = dt.distribute(model, optimizer, warm, plan=plan.removeprefix(FORGETS))
+    language = Language(MODEL["vocabulary"])
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    losses, length = [], MODEL["length"] + 1
+    for step in range(steps):
+        rows = language.rows(steps * seed + step, BATCH * dt.world(), length)
+        loss(rows[BATCH * dt.rank() : BATCH * (dt.rank() + 1)]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        warm.step()
+        if step >= steps - 1:
+            dt.sync()
+            with torch.no_grad():
+                losses.append(loss(language.rows(HELD_OUT, 128, length)).item())
+    sent = sum(t.bytes_sent for t in here().comm.traffic.values())
+    if dt.is_main():
+        row = {"plan": plan, "seed": seed, "steps": steps, "loss": losses[-1], "bytes per step": round(sent / steps)}
+        print("ROW " + json.dumps(row), flush=True)
+
+
+def run(plan: str, seed: int, steps: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", "-m", "benchmarks.convergence"]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+    words = ["--inside", plan, "--seeds", str(seed), "--steps", str(steps)]
+    ended = subprocess.run([*command, *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    found = [line for line in ended.stdout.splitlines() if line.startswith("ROW ")]
+    row = {"plan": plan, "seed": seed, "steps": steps, "failed": ended.stderr[-500:]}
+    return dict(json.loads(found[0][4:])) if found else row
+
+
+def known(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    stored = json.loads(path.read_text())
+    return stored["rows"] if stored["machine"]["commit"] == machine()["commit"] else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plans", nargs="+", default=PLANS)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inside:
+        inside(given.inside, given.seeds, given.steps)
+        return 0
+    rows = known(RESULT)
+    have = {(row["plan"], row["seed"], row["steps"]) for row in rows if "loss" in row}
+    for seed in range(given.seeds):
+        for plan in given.plans:
+            if (plan, seed, given.steps) not in have:
+                rows.append(run(plan, seed, given.steps))
+                print(rows[-1], flush=True)
+                RESULT.write_text(json.dumps({"machine": machine(), "rows": rows, "table": table(rows)}, indent=1))
+    for line in table(rows):
+        print(line)
+    return sum("failed" in row for row in rows)
+
+
+def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By plan: mean loss over seeds, over ddp's of the same seeds and steps, and bytes."""
+    found = []
+    plain = {(row["seed"], row["steps"]): row for row in rows if row["plan"] == "ddp" and "loss" in row}
+    for plan in dict.fromkeys(row["plan"] for row in rows):
+        mine = [row for row in rows if row["plan"] == plan and "loss" in row and (row["seed"], row["steps"]) in plain]
+        if mine:
+            base = [plain[row["seed"], row["steps"]] for row in mine]
+            ratios = [a["loss"] / b["loss"] for a, b in zip(mine, base, strict=True)]
+            traffic = [b["bytes per step"] / a["bytes per step"] for a, b in zip(mine, base, strict=True)]
+            one = {"plan": plan, "seeds": len(mine), "loss": round(statistics.mean(row["loss"] for row in mine), 4)}
+            found.append({**one, "to ddp": round(statistics.mean(ratios), 4), "times less sent": round(traffic[0], 1)})
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
