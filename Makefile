@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test lint matrix bench failures chaos clean
-.PHONY: bench-exchange bench-link bench-gpu soak
+.PHONY: bench-loose bench-exchange bench-link bench-gpu soak
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -34,6 +34,12 @@ failures: .venv/.ready      ## every kind of failure 20 times: seconds, rank nam
 
 bench-exchange: .venv/.ready ## the exchange alone beside gloo, Open MPI, DeepSpeed and memcpy (needs mpirun and mpicc)
 	$(BIN)/python -m benchmarks.exchange --rounds 40
+
+bench-loose: .venv/.ready    ## servers, wires and replicas that step alone: staleness, bytes by the interface, convergence (root for a namespace)
+	$(BIN)/python -m benchmarks.staleness
+	$(BIN)/python -m benchmarks.wire_bytes
+	$(BIN)/python -m benchmarks.convergence
+	$(BIN)/python -m benchmarks.convergence --plans ddp 'diloco(every=100)' --seeds 5
 
 OUT ?= .
 bench-gpu:                  ## on a machine with a GPU and torch: every GPU script, results in OUT; about half an hour
