@@ -58,7 +58,7 @@ def bound(pushes: int, most: int) -> dict[str, Any] | None:
         sync.desk.board.note = events.append
     dt.barrier()
     began = time.monotonic()
-    while sync.version < pushes:
+    while sync.lines[0].version < pushes:
         loss_of(model, data).backward()
         if draw.random() < 0.01:
             time.sleep(draw.random() * 0.01)

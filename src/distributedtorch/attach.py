@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 
@@ -62,6 +62,9 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     number = str(len(world.loop.members))
     rows, dense = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]
     syncs: list[Sync] = []
+    if (rows and plan.get("delay")) or (plan.sync == "server" and isinstance(given, SparseAdam) and world.size > 1):
+        do = "sparse=False, or another plan"
+        raise UsageError(explain(f"sparse gradients under {plan}", "a plan that exchanges rows at once", do))
     if dense or not rows:
         said = [names[id(p)] for p in dense]
         part = Trained(
@@ -83,7 +86,7 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     if any(sync.divided for sync in syncs):
         world.undo += _whole_state(given, syncs)
         world.undo.append(lambda: _make_plain(given, syncs))
-    world.undo += [sync.settle for sync in syncs if not sync.lockstep]
+    world.undo += [sync.settle for sync in syncs]
 
 
 def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> None:

@@ -86,7 +86,8 @@ class _Collector:
         state = model.state_dict(keep_vars=True)
         metadata = getattr(state, "_metadata", {})
         # By name, not only by object: a hook on state_dict may have put copies in their places.
-        values = {name: named.get(name, value) for name, value in state.items()}
+        agreed = {name: self.agreed.get(id(value), value) for name, value in state.items()}
+        values = {name: named.get(name, agreed[name]) for name in state}
         packed = self._packed(f"model.{number}", values, "model")
         return {
             "kind": kind_of(model),

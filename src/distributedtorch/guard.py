@@ -21,7 +21,7 @@ def stand(plan: Plan, world: World) -> None:
         _one_metric(world)
     if plan.clip is not None:
         _one_clip(plan, world)
-    if plan.precision is not None or plan.accumulate > 1:
+    if plan.precision is not None or plan.accumulate > 1 or not plan.exact:
         _one_scale(plan, world)
 
 
@@ -48,7 +48,8 @@ def _one_clip(plan: Plan, world: World) -> None:
 
 def _one_scale(plan: Plan, world: World) -> None:
     """Refuse a GradScaler where the plan has a loss scale, needs none, or leaves out steps it would have to see."""
-    scale, word = torch.amp.GradScaler.scale, plan.precision or f"accumulate={plan.accumulate}"
+    scale = torch.amp.GradScaler.scale
+    word = plan.precision or (f"accumulate={plan.accumulate}" if plan.accumulate > 1 else str(plan))
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled():

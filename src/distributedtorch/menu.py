@@ -142,7 +142,7 @@ MENU: dict[str, Recipe] = {
             traits=Traits(
                 exact=False,
                 accepts=("whole",) if name == "powersgd" else ("whole", "flat"),
-                needs_repeats=holds != UNCHANGED,
+                needs_repeats=True,
             ),
             summary=summary,
             holds=holds,

@@ -5,6 +5,7 @@ What each word means and costs is in `menu`; a word of kind sync is built when i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from torch import nn
@@ -16,6 +17,7 @@ from distributedtorch.core.shared import EACH_ITS_OWN
 from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.wire import Code, Wire, travelling
 from distributedtorch.core.world import BEFORE_LEAVING, World
+from distributedtorch.launch.address import own_address
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.diloco import Diloco
@@ -109,7 +111,7 @@ def _rounds(kind: Callable[..., Loose]) -> Build:
 
 
 def _gossip(trained: Trained, plan: Plan, world: World) -> Sync:
-    made = Gossip(trained, world.comm, _code(plan), world.loop.meet, **plan.options("gossip"))  # type: ignore[arg-type]
+    made = Gossip(trained, world.comm, world.loop.meet, **plan.options("gossip"))  # type: ignore[arg-type]
     world.undo.append(made.close)
     return made
 
@@ -119,7 +121,8 @@ def _groups(trained: Trained, plan: Plan, world: World) -> Sync:
 
 
 def _server(trained: Trained, plan: Plan, world: World) -> Sync:
-    made = Server(trained, world, **plan.options("server"))  # type: ignore[arg-type]
+    host = "127.0.0.1" if world.local_size == world.size else own_address(os.environ["MASTER_ADDR"])
+    made = Server(trained, world.comm, host, **plan.options("server"))  # type: ignore[arg-type]
     world.undo.append(made.close)
     BEFORE_LEAVING.append(made.close)
     return made

@@ -143,6 +143,9 @@ def resume(
     world = join_world()
     _refuse_nothing()
     every = None if save_every is None else _period(save_every)
+    if every is not None and every[0] is None and any(not member.sync.meets for member in world.loop.members):
+        given, do = f"save_every={save_every!r} under {RUN.plan}", "give a number of steps: save_every=500"
+        raise CheckpointError(explain(given, "steps to count: these ranks do not meet by the clock", do))
     found = _find(path, None, check_state(state))
     if found is not None:
         _take_over(found)

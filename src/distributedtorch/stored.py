@@ -19,7 +19,8 @@ from distributedtorch.checkpoint.index import Entry, Reader
 from distributedtorch.checkpoint.plain import unpack
 from distributedtorch.contents import batches_of, kept_of, keys_of, kind_of, not_row_major, own_way, schedulers
 from distributedtorch.core.bucket import once
-from distributedtorch.core.errors import CheckpointError, explain
+from distributedtorch.core.errors import CheckpointError, PlanError, explain
+from distributedtorch.core.plan import Plan
 from distributedtorch.core.sync import Kept
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.stream import State, from_plain, install
@@ -133,8 +134,10 @@ class Stored:
     def apply(self) -> None:
         """Take everything over. A group call where something is divided."""
         self._models()
+        filled = {id(param) for model in self.models for param in model.parameters()}
         for member in here().loop.members:
-            member.sync.loaded()
+            if any(id(param) in filled for param in member.sync.params):
+                member.sync.loaded()
         if self.part:
             return
         for number, optimizer in enumerate(RUN.optimizers):
@@ -256,7 +259,11 @@ class Stored:
     def _replicas(self) -> None:
         """What this rank alone had, where it goes on under the plan and in the world that it was saved in."""
         content = self.reader.index.content
-        if here().size != content["world"] or content["plan"] != str(RUN.plan):
+        try:
+            plan = Plan.parse(content["plan"])
+        except PlanError:  # imported
+            return
+        if here().size != content["world"] or RUN.plan is None or not plan.same_exchange(RUN.plan):
             return
         for number, member in enumerate(here().loop.members):
             prefix = f"rank.{here().rank}/sync.{number}/"

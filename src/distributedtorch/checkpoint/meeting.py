@@ -96,6 +96,8 @@ class Meeting:
 
     def _arrive(self, key: str, request: str) -> str:
         """Be there, and return what is decided."""
+        for act in self.loop.comm.before_waiting:
+            act()
         store, decision = self.store, f"{key}/decision"
         if key not in self.heard:
             self.heard.add(key)

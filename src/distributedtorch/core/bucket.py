@@ -86,6 +86,7 @@ def lay_out(
     whole: bool,
     limit: int | None = None,
     blocks: Sequence[int] = (),
+    kinds: Sequence[int] = (),
     cut: bool = True,
 ) -> list[Slab]:
     """Plan slabs for `params`, in the order given.
@@ -96,14 +97,15 @@ def lay_out(
         whole: A parameter is owned by one rank, never divided.
         limit: Bytes a bucket has at most.
         blocks: For each parameter the block it belongs to: a slab holds parameters of one block only.
+        kinds: For each parameter its kind: those of one kind lie together, wherever they stand.
         cut: A parameter may have elements in several buckets.
     """
     limit = limit or bucket_bytes(sum(map(_bytes, params)))
     owners = _balance(params, world) if whole else None
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    alike: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
     for index, param in enumerate(params):
-        kinds.setdefault((param.dtype, param.device), []).append(index)
-    runs = [run for indices in kinds.values() for run in _runs(params, indices, limit, blocks or [0] * len(params))]
+        alike.setdefault((param.dtype, param.device, kinds[index] if kinds else 0), []).append(index)
+    runs = [run for indices in alike.values() for run in _runs(params, indices, limit, blocks or [0] * len(params))]
     return [_slab(params, run, owners, world, limit if cut else sys.maxsize) for run in runs]
 
 

@@ -205,8 +205,8 @@ class Comm:
         found, none = torch.empty_like(host), host.new_empty(0)
         self.count_sent("swap", host.numel() * host.element_size())
         out, into = ([one if k == peer else none for k in range(self.world)] for one in (host, found))
-        with self.held("swap", f"{name} with rank {peer}"):
-            wait_all(self.pairs.swap(name, out, into, count))
+        with self.timed("swap"):  # the others are elsewhere, and may be
+            wait_all(self.pairs.swap(self.pairs.tag(name, count), out, into))
         return found.to(mine.device)
 
     def barrier(self, name: str = "barrier") -> None:

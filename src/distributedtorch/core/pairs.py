@@ -25,7 +25,7 @@ from torch import Tensor
 from distributedtorch.core.errors import PeerError
 from distributedtorch.core.pool import Pool
 
-_CHANNEL_BITS, _COUNT_BITS = 13, 16
+_CHANNEL_BITS, _COUNT_BITS = 19, 10
 RELAYED = 1 << _CHANNEL_BITS + _COUNT_BITS
 """In a tag: the channel is the line of the exchange, not made of its name."""
 RESULT = RELAYED << 1
@@ -101,11 +101,13 @@ class Pairs:
     def __init__(self, rank: int, world: int, pool: Pool) -> None:
         self.rank, self.world, self.pool = rank, world, pool
         self._counts: dict[str, int] = defaultdict(int)
+        self._channels: dict[str, int] = {}
+        self._names: dict[int, str] = {}
         self.progress = Beside("exchange")
 
     def begin(self, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool) -> Posted:
         """Post what can be posted now; a thread sums and posts the rest."""
-        posted, tag = Posted(), self._tag(name)
+        posted, tag = Posted(), self.tag(name)
         mine = slice(bounds[self.rank], bounds[self.rank + 1])
         own = mine.stop - mine.start
         if out is None:
@@ -138,7 +140,7 @@ class Pairs:
         out = torch.empty((self.world, *mine.shape), dtype=mine.dtype)
         out[self.rank] = mine
         bounds = [mine.numel() * k for k in range(self.world + 1)]
-        works = self._gather_posts(out.view(-1), bounds, self._tag(name))
+        works = self._gather_posts(out.view(-1), bounds, self.tag(name))
 
         def finish() -> Tensor:
             wait_all(works)
@@ -146,18 +148,14 @@ class Pairs:
 
         return finish
 
-    def swap(self, name: str, out: Sequence[Tensor], into: Sequence[Tensor], count: int | None = None) -> Works:
-        """Give each other rank its `out` and fill each `into`; what is empty does not travel.
-
-        `count` tells exchanges of one name apart where not all ranks take part in each.
-        """
-        tag = self._tag(name, count)
+    def swap(self, tag: int, out: Sequence[Tensor], into: Sequence[Tensor]) -> Works:
+        """Give each other rank its `out` and fill each `into`; what is empty does not travel."""
         receives = [post(dist.irecv, into[k], k, tag) for k in self._others() if into[k].numel()]
         return receives + [post(dist.isend, out[k], k, tag) for k in self._others() if out[k].numel()]
 
     def broadcast(self, name: str, host: Tensor, root: int) -> None:
         """Give every rank `root`'s values."""
-        tag = self._tag(name)
+        tag = self.tag(name)
         if self.rank == root:
             wait_all([post(dist.isend, host, k, tag) for k in self._others()])
         else:
@@ -177,14 +175,19 @@ class Pairs:
         """The other ranks, each rank beginning after itself so that not all talk to one."""
         return [(self.rank + k) % self.world for k in range(1, self.world)]
 
-    def _tag(self, name: str, count: int | None = None) -> int:
-        """What marks the messages of the next exchange of that name.
+    def tag(self, name: str, count: int | None = None) -> int:
+        """What marks the messages of the next exchange of that name; asked for by the training thread, in order.
 
-        Names may share a channel: what is posted when an exchange begins still comes in order.
+        `count` tells exchanges of one name apart where not all ranks take part in each.
         """
         self._counts[name] += 1
-        channel = zlib.crc32(name.encode()) & ((1 << _CHANNEL_BITS) - 1)
-        return channel << _COUNT_BITS | ((self._counts[name] if count is None else count) & ((1 << _COUNT_BITS) - 1))
+        if name not in self._channels:
+            channel = zlib.crc32(name.encode()) % (1 << _CHANNEL_BITS)
+            while self._names.setdefault(channel, name) != name:  # the same way on all ranks, which meet names in order
+                channel = (channel + 1) % (1 << _CHANNEL_BITS)
+            self._channels[name] = channel
+        number = self._counts[name] if count is None else count
+        return self._channels[name] << _COUNT_BITS | number % (1 << _COUNT_BITS)
 
 
 def relayed_tag(line: int, count: int) -> int:

@@ -124,6 +124,13 @@ class Plan:
         """Whether the result is that of one process, up to rounding."""
         return all(traits(key(word)).exact for word in self.words if _known(word))
 
+    def same_exchange(self, other: Plan) -> bool:
+        """Whether both exchange the same things in the same form: what one has left out the other can go on with."""
+        kept = [
+            [w for w in plan._meaning() if _kind(w) in ("sync", "wire") or w.name == "delay"] for plan in (self, other)
+        ]
+        return kept[0] == kept[1]
+
     def options(self, name: str) -> dict[str, float | str]:
         """The arguments of a word as plain numbers and names; for a wire, of its way. Empty without the word."""
         word = self.get(name)
@@ -392,6 +399,9 @@ def _world_faults(plan: Plan, world: int | None, local_world: int | None) -> Ite
     if local_world is not None and local_world > world:
         given_text = f"{local_world} processes on this host given, of {world} in all"
         yield explain(given_text, "no more on one host than in all", "count this host's processes in")
+    servers = plan.options("server").get("servers", 1) if plan.sync == "server" else 1
+    if isinstance(servers, int) and servers > world:
+        yield explain(f"{servers} servers given for {world} processes", "at most one beside each", "give fewer servers")
     sizes = {axis: size for axis in AXES if (size := _axis(plan, axis))}
     fault = _product_fault(world, sizes, _axis(plan, "replicate"))
     if fault:

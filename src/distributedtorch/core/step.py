@@ -101,6 +101,7 @@ class Loop:
             member.counted = -1
             member.seen = [False] * len(member.seen)
             member.window.stepped()
+            member.sync.stepped()
         for observe in self.after_step:
             observe(members)
 
@@ -377,7 +378,8 @@ class Loop:
         """Replicas that step alone come together: every rank's numbers, if all have taken as many steps."""
         head = [float(self.steps), float(len(self.requests))]
         rows = self.comm.exchange(name, torch.tensor([*head, *numbers], dtype=torch.float64)).tolist()
-        self._same_batch([[-1, row[0]] for row in rows])
+        if len({row[0] for row in rows}) > 1:
+            self._same_batch([[self.rows.batch if self.rows else -1, row[0]] for row in rows])
         self.requested = int(max(row[1] for row in rows))
         return [row[2:] for row in rows]
 

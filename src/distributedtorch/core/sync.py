@@ -51,6 +51,8 @@ class Sync(ABC):
     """Whether it exchanges at every backward, also inside a window of several batches."""
     lockstep: bool = True
     """Whether replicas step together: gradients are exchanged, and the loop sees that ranks are at the same batch."""
+    meets: bool = True
+    """Whether all ranks come together as they train, so that what one asks for is heard by all."""
     divided: bool = False
     """Whether each rank has a part of the optimizer's state only."""
 
@@ -135,6 +137,10 @@ class Sync(ABC):
 
     def loaded(self) -> None:
         """Values were put into the parameters from outside, on all ranks. A group call."""
+        return
+
+    def stepped(self) -> None:
+        """The optimizer has stepped, or has left a step out."""
         return
 
     @property

@@ -7,6 +7,7 @@ A wire that makes numbers smaller leaves something out. What it leaves out of a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from distributedtorch.core.bucket import Slab, Slot, lay_out
 from distributedtorch.core.comm import Comm, Pending
 
+_AHEAD = 1
 SMALL = 1024
 """Parameters of fewer elements travel as they are."""
 
@@ -49,8 +51,8 @@ class Wire(ABC):
 
 def travelling(params: Sequence[Tensor], wire: Wire, world: int, *, whole: bool = False) -> list[Slab]:
     """How parameters lie in memory whose sums travel by a wire: small ones together, where it treats them apart."""
-    blocks = [int(param.numel() >= SMALL) for param in params] if wire.lossy else []
-    return lay_out(params, world, whole=whole, blocks=blocks, cut=wire.cuts)
+    kinds = [int(param.numel() >= SMALL) for param in params] if wire.lossy else []
+    return lay_out(params, world, whole=whole, kinds=kinds, cut=wire.cuts)
 
 
 def is_small(slots: Sequence[Slot]) -> bool:
@@ -61,8 +63,12 @@ def is_small(slots: Sequence[Slot]) -> bool:
 def sums(
     comm: Comm, wire: Wire, name: str, slabs: Sequence[Slab], fill: Callable[[int], Tensor]
 ) -> Iterator[tuple[Slab, Tensor]]:
-    """Each slab's sum over ranks of what `fill` gives for each of its parameters, in memory for a while."""
-    for number, slab in enumerate(slabs):
+    """Each slab's sum over ranks of what `fill` gives for each of its parameters, in memory for a while.
+
+    The next slab begins to travel before the last has arrived.
+    """
+
+    def begin(number: int, slab: Slab) -> tuple[Slab, Tensor, list[Pending]]:
         flat = comm.pool.borrow(slab.numel, slab.dtype, slab.device, shared=True)
         flat[sum(slot.numel for slot in slab.slots) :].zero_()
         for slot in slab.slots:
@@ -72,12 +78,20 @@ def sums(
             wire.all_reduce(f"{name}/{number}.{k}", flat, bucket.bounds, [slots[index] for index in bucket.slots])
             for k, bucket in enumerate(slab.buckets)
         ]
-        for one in pending:
-            one.advance()
-        for one in pending:
-            one.wait()
-        yield slab, flat
-        comm.pool.give_back([flat])
+        return slab, flat, pending
+
+    travelling_: deque[tuple[Slab, Tensor, list[Pending]]] = deque()
+    for number, next_ in enumerate([*slabs, None]):
+        if next_ is not None:
+            travelling_.append(begin(number, next_))
+        while len(travelling_) > (_AHEAD if next_ is not None else 0):
+            slab, flat, pending = travelling_.popleft()
+            for one in pending:
+                one.advance()
+            for one in pending:
+                one.wait()
+            yield slab, flat
+            comm.pool.give_back([flat])
 
 
 class Code(ABC):

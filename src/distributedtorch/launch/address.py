@@ -116,6 +116,17 @@ def _name_interface(address: str, *, one_host: bool) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
+def own_address(towards: str) -> str:
+    """The address that this host has on the way to another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))  # sends nothing: the kernel only chooses the way
+        except OSError as error:
+            given = f"no way from {socket.gethostname()} to {towards} ({error.strerror})"
+            raise LaunchError(explain(given, "a network that all hosts are on", _DO)) from None
+        return str(probe.getsockname()[0])
+
+
 def interface_to(address: str) -> str:
     """The name of the interface through which this host reaches an address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

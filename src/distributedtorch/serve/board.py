@@ -61,6 +61,8 @@ class Board:
         """By worker the version it has pulled and not pushed from yet."""
         self.present = set(range(workers))
         """Workers that have not left for good."""
+        self.away: set[int] = set()
+        """Workers that have given their pull back and not pulled again."""
         self.taken = dict.fromkeys(range(workers), -1)
         """By worker the last step of it that was applied."""
         self.waiting: list[Push] = []
@@ -73,6 +75,7 @@ class Board:
         """A worker asks for the present version."""
         if any(push.worker == worker for push in self.waiting):
             raise Refused(f"worker {worker} pulls while its push waits")
+        self.away.discard(worker)
         self._answer([worker])
 
     def push(self, worker: int, step: int, content: Any) -> None:
@@ -93,6 +96,7 @@ class Board:
         """A worker gives back what it has pulled: it will pull again, or never."""
         self._say("leave", worker, -1)
         self.out.pop(worker, None)
+        self.away.add(worker)
         self.present -= {worker} if for_good else set()
         self._drain()
 
@@ -123,7 +127,7 @@ class Board:
         if self.ahead is None:
             ready, self.held = self.held, []
         else:
-            slowest = min((self.taken[worker] for worker in self.present), default=0)
+            slowest = min((self.taken[worker] for worker in self.present - self.away), default=0)
             ready = [worker for worker in self.held if self.taken[worker] - slowest <= self.ahead]
             self.held = [worker for worker in self.held if worker not in ready]
         for worker in ready:

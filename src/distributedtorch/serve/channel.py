@@ -6,12 +6,9 @@ in is run or unpickled: a header of 40 bytes says what the rest is, and anything
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -24,8 +21,7 @@ from distributedtorch.serve.board import Refused
 _HEADER = struct.Struct("<4sBBxxIQqqI")
 _MAGIC, _VERSION = b"DTSV", 1
 _DOMAIN = "distributedtorch"
-_SIOCGIFADDR = 0x8915
-_SECONDS_TO_GREET, _LINGER_MS, _LONGEST_TEXT, _ALIGN = 30.0, 2000, 4096, 64
+_SECONDS_TO_ANSWER, _HEARTBEAT_MS, _LINGER_MS, _LONGEST_TEXT, _ALIGN = 30.0, 5000, 2000, 4096, 64
 
 
 class Kind(IntEnum):
@@ -47,12 +43,14 @@ class Message:
     worker: int
     step: int = -1
     version: int = -1
+    serial: int = 0
+    """Tells a worker's requests apart: the answer has that of the latest."""
     content: Tensor | None = None
 
     def frames(self) -> list[Any]:
         """As it is sent; tensors are not copied."""
         size = 0 if self.content is None else self.content.numel()
-        head = _HEADER.pack(_MAGIC, _VERSION, self.kind, self.worker, size, self.step, self.version, 0)
+        head = _HEADER.pack(_MAGIC, _VERSION, self.kind, self.worker, size, self.step, self.version, self.serial)
         return [head] if self.content is None else [head, memoryview(self.content.numpy())]
 
 
@@ -64,7 +62,7 @@ def read(frames: list[Any]) -> Message:
     """
     if not 1 <= len(frames) <= 2 or len(frames[0].buffer) != _HEADER.size:
         raise Refused("not a message of this library")
-    magic, version, kind, worker, size, step, at, _ = _HEADER.unpack(bytes(frames[0].buffer))
+    magic, version, kind, worker, size, step, at, serial = _HEADER.unpack(bytes(frames[0].buffer))
     if magic != _MAGIC or version != _VERSION or kind not in set(Kind):
         raise Refused(f"a message of another form (version {version}, kind {kind})")
     if size != (len(frames[1].buffer) if len(frames) == 2 else 0):
@@ -72,7 +70,7 @@ def read(frames: list[Any]) -> Message:
     content = torch.frombuffer(frames[1].buffer, dtype=torch.uint8) if size else None
     if content is not None and content.data_ptr() % _ALIGN:
         content = content.clone()  # it lies in the socket's buffer
-    return Message(kind=Kind(kind), worker=worker, step=step, version=at, content=content)
+    return Message(kind=Kind(kind), worker=worker, step=step, version=at, serial=serial, content=content)
 
 
 def zmq() -> Any:
@@ -93,20 +91,10 @@ def keys() -> tuple[bytes, bytes]:
     return public, secret
 
 
-def address(*, one_host: bool) -> str:
-    """Where a server listens: loopback, or the interface that the ranks use between hosts."""
-    if one_host:
-        return "127.0.0.1"
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-    return socket.inet_ntoa(packed[20:24])
-
-
 class Doors:
     """A server's end: who may come in is known by their keys."""
 
-    def __init__(self, host: str, pair: tuple[bytes, bytes], workers: Mapping[bytes, int]) -> None:
+    def __init__(self, host: str, pair: tuple[bytes, bytes], workers: Mapping[bytes, int], largest: int) -> None:
         from zmq.auth.thread import ThreadAuthenticator
 
         self.zmq, self.workers = zmq(), dict(workers)
@@ -117,10 +105,12 @@ class Doors:
         self.socket = self.context.socket(self.zmq.ROUTER)
         self.socket.curve_server, self.socket.linger = True, _LINGER_MS
         self.socket.curve_publickey, self.socket.curve_secretkey = pair
+        self.socket.maxmsgsize, self.socket.rcvhwm = largest + _HEADER.size, 4
+        self.socket.heartbeat_ivl = _HEARTBEAT_MS
         self.socket.zap_domain = _DOMAIN.encode()
         self.port = self.socket.bind_to_random_port(f"tcp://{host}")
-        self.names: dict[int, bytes] = {}
-        """By worker, what the socket calls it."""
+        self.names: dict[int, tuple[bytes, int]] = {}
+        """By worker, what the socket calls it, and its latest request."""
         self.refused = 0
         """Messages that were none of a worker's."""
 
@@ -140,14 +130,15 @@ class Doors:
                 raise Refused(f"worker {message.worker} says what only worker {owner} may")
         except Refused as error:
             self.refused += 1
-            self._send(bytes(name.buffer), refusal(0, error))
+            self._send(bytes(name.buffer), refusal(error))
             return None
-        self.names[message.worker] = bytes(name.buffer)
+        self.names[message.worker] = bytes(name.buffer), message.serial
         return message
 
     def say(self, worker: int, message: Message) -> None:
         """Answer a worker."""
-        self._send(self.names[worker], message)
+        name, serial = self.names[worker]
+        self._send(name, replace(message, worker=worker, serial=serial))
 
     def _send(self, name: bytes, message: Message) -> None:
         self.socket.send_multipart([name, *message.frames()], copy=False)
@@ -169,32 +160,43 @@ class Line:
         self.socket.linger = _LINGER_MS
         self.socket.curve_serverkey = server
         self.socket.curve_publickey, self.socket.curve_secretkey = pair
+        self.socket.heartbeat_ivl = _HEARTBEAT_MS
         self.socket.connect(where)
-        self.greeted = False
+        self.greeted, self.serial, self.version = False, 0, 0
 
     def say(self, kind: Kind, step: int = -1, content: Tensor | None = None) -> None:
         """Send a message."""
-        self.socket.send_multipart(
-            Message(kind=kind, worker=self.worker, step=step, content=content).frames(), copy=False
-        )
+        self.serial += 1
+        self.last = Message(kind=kind, worker=self.worker, step=step, serial=self.serial, content=content)
+        self._send()
+
+    def _send(self) -> None:
+        self.socket.send_multipart(self.last.frames(), copy=False)
 
     def hear(self) -> Message:
-        """The server's answer.
+        """The server's answer to the last message, which is sent again where none comes for long.
 
         Raises:
             Refused: The server says why not.
             PeerError: Nothing has ever come from there.
         """
-        if not self.greeted and not self.socket.poll(int(1000 * _SECONDS_TO_GREET)):
-            given = f"no answer from the parameter server at {self.where} in {_SECONDS_TO_GREET:g} s"
-            do = "look at the server's log; a worker of another job, or with another key, is not answered"
-            raise PeerError(explain(given, "a server of this job that can be reached", do))
-        self.greeted = True
-        message = read(self.socket.recv_multipart(copy=False))
-        if message.kind is Kind.REFUSED:
-            assert message.content is not None
-            raise Refused(bytes(message.content.tolist()).decode(errors="replace"))
-        return message
+        while True:
+            if not self.socket.poll(int(1000 * _SECONDS_TO_ANSWER)):
+                if not self.greeted:
+                    given = f"no answer from the parameter server at {self.where} in {_SECONDS_TO_ANSWER:g} s"
+                    do = "look at the server's log; a worker of another job, or with another key, is not answered"
+                    raise PeerError(explain(given, "a server of this job that can be reached", do))
+                self._send()  # a step counts once, however often it comes
+                continue
+            self.greeted = True
+            message = read(self.socket.recv_multipart(copy=False))
+            if message.serial != self.serial:
+                continue
+            if message.kind is Kind.REFUSED:
+                assert message.content is not None
+                raise Refused(bytes(message.content.tolist()).decode(errors="replace"))
+            self.version = message.version
+            return message
 
     def close(self) -> None:
         """Hang up."""
@@ -202,7 +204,7 @@ class Line:
         self.context.term()
 
 
-def refusal(worker: int, error: Exception) -> Message:
+def refusal(error: Exception) -> Message:
     """Why not, as a message."""
     text = bytearray(str(error).encode()[:_LONGEST_TEXT] or b"refused")
-    return Message(kind=Kind.REFUSED, worker=worker, content=torch.frombuffer(text, dtype=torch.uint8))
+    return Message(kind=Kind.REFUSED, worker=0, content=torch.frombuffer(text, dtype=torch.uint8))

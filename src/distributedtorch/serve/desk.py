@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 from distributedtorch.serve.board import Board, Refused
@@ -19,7 +20,8 @@ class Desk:
         self.board = Board(len(doors.workers), shard.apply, self.give, staleness=staleness, ahead=ahead)
         self.gone: set[int] = set()
         self.failed: Exception | None = None
-        self.stop = threading.Event()
+        self.lock = threading.Lock()
+        """Held while something changes."""
         self.thread = threading.Thread(target=self._run, name="distributedtorch-server", daemon=True)
         self.thread.start()
 
@@ -29,23 +31,31 @@ class Desk:
         self.doors.close()
 
     def _run(self) -> None:
-        while len(self.gone) < len(self.doors.workers) and not self.stop.is_set():
-            message = self.doors.hear(_MS_BETWEEN_LOOKS)
-            if message is not None:
-                self._answer(message)
+        while len(self.gone) < len(self.doors.workers):
+            try:
+                message = self.doors.hear(_MS_BETWEEN_LOOKS)
+                if message is not None:
+                    with self.lock:
+                        self._answer(message)
+            except Exception as error:  # the user's optimizer, or the channel: every worker is to hear of it
+                self.failed = error
+                for worker in self.doors.names:
+                    with contextlib.suppress(Exception):
+                        self.doors.say(worker, self._failure())
+
+    def _failure(self) -> Message:
+        return refusal(Refused(f"the server has failed: {type(self.failed).__name__}: {self.failed}"))
 
     def _answer(self, message: Message) -> None:
+        if message.kind is Kind.BYE:
+            self.gone.add(message.worker)
+        elif self.failed is not None:
+            self.doors.say(message.worker, self._failure())
+            return
         try:
-            if self.failed is not None:
-                raise Refused(f"the server has failed: {type(self.failed).__name__}: {self.failed}")
             self._act(message)
         except Refused as error:
-            self.doors.say(message.worker, refusal(message.worker, error))
-            return
-        except Exception as error:  # the user's optimizer: every worker is to hear of it
-            self.failed = error
-            for worker in self.doors.names:
-                self.doors.say(worker, refusal(worker, Refused(f"the server has failed: {error!r}")))
+            self.doors.say(message.worker, refusal(error))
 
     def give(self, worker: int) -> None:
         """Send a worker the present version."""
@@ -62,7 +72,6 @@ class Desk:
             self.shard.check(message.content)
             board.push(worker, message.step, message.content)
         elif message.kind in (Kind.LEAVE, Kind.BYE):
-            self.gone |= {worker} if message.kind is Kind.BYE else set()
             board.leave(worker, for_good=message.kind is Kind.BYE)
         else:
             raise Refused(f"a worker says {message.kind.name}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class Layout:
 
     def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """A message; what is None is not there."""
-        message = torch.empty(self.bytes, dtype=torch.uint8)
+        message = torch.zeros(self.bytes, dtype=torch.uint8)
         message[: len(self.kinds)] = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
         for tensor, view in zip(tensors, self.views(message), strict=True):
             if tensor is not None:
@@ -57,22 +58,39 @@ class Shard:
         self.masters = [nn.Parameter(param.detach().to("cpu", copy=True)) for param in params]
         self.layout = Layout(self.masters)
         self.optimizer = self._beside(optimizer)
-        self.message = self.layout.pack(self.masters)
-        """What workers get: the present version."""
         self.given: dict[int, Tensor] = {}
         """By worker what it was given last, where delays are compensated."""
+        self.refill()
 
     def _beside(self, given: Optimizer) -> Optimizer:
-        """An optimizer of the same kind for what is kept here; options are the user's at each step."""
+        """An optimizer of the same kind for what is kept here, without the user's hooks; options are read at a step."""
         made = copy.copy(given)
-        made.__dict__ = {key: value for key, value in given.__dict__.items() if key not in ("step", "state")}
+        made.__dict__ = {key: value for key, value in given.__dict__.items() if key != "step"}
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(made, hooks, OrderedDict())
         place = {id(param): master for param, master in zip(self.params, self.masters, strict=True)}
         made.param_groups = [
             {**group, "params": [place[id(param)] for param in group["params"] if id(param) in place]}
             for group in given.param_groups
         ]
-        made.state = defaultdict(dict)
         return made
+
+    def refill(self) -> None:
+        """Take over values and state that were put into the user's objects from outside."""
+        self.optimizer.state = defaultdict(dict)
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.data.copy_(param.detach())
+            if param in self.user.state:
+                self.optimizer.state[master] = _copied(self.user.state[param], torch.device("cpu"))
+        self.message = self.layout.pack(self.masters)
+        """What workers get: the present version."""
+        self.given.clear()
+
+    def publish(self) -> None:
+        """Show the user's optimizer a copy of the state."""
+        for param, master in zip(self.params, self.masters, strict=True):
+            if self.optimizer.state.get(master):
+                self.user.state[param] = _copied(self.optimizer.state[master], param.device)
 
     def check(self, message: Tensor) -> None:
         """Refuse what would spoil the parameters.
@@ -91,15 +109,15 @@ class Shard:
         for group, user in zip(self.optimizer.param_groups, self.user.param_groups, strict=True):
             group.update({key: value for key, value in user.items() if key != "params"})
         grads = [self._compensated(push) for push in pushes]
-        for index, (param, master) in enumerate(zip(self.params, self.masters, strict=True)):
-            mine = [one[index] for one in grads if one[index] is not None]
-            master.grad = torch.stack(mine).sum(dim=0).div_(len(pushes)) if mine else None  # type: ignore[arg-type]
-            if param in self.user.state:
-                self.optimizer.state[master] = self.user.state[param]
+        for index, master in enumerate(self.masters):
+            mine = [grad for one in grads if (grad := one[index]) is not None]
+            master.grad = None
+            if mine:
+                master.grad = torch.zeros_like(master)
+                for grad in mine:
+                    master.grad.add_(grad)
+                master.grad.div_(len(pushes))
         self.optimizer.step()
-        for param, master in zip(self.params, self.masters, strict=True):
-            if master in self.optimizer.state:
-                self.user.state[param] = self.optimizer.state[master]
         self.message = self.layout.pack(self.masters)
 
     def _compensated(self, push: Push) -> list[Tensor | None]:
@@ -120,8 +138,11 @@ class Shard:
             self.given[worker] = self.message
         return self.message
 
-    def refill(self) -> None:
-        """Take over values that were put into the parameters from outside."""
-        for param, master in zip(self.params, self.masters, strict=True):
-            master.data.copy_(param.detach())
-        self.message = self.layout.pack(self.masters)
+
+def _copied(state: Any, device: torch.device) -> Any:
+    """Nested state with tensors of its own; single numbers stay on the host."""
+    if isinstance(state, Tensor):
+        return state.detach().to(device if state.dim() else "cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _copied(value, device) for key, value in state.items()}
+    return type(state)(_copied(value, device) for value in state) if type(state) in (list, tuple) else state

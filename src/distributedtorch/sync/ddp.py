@@ -98,6 +98,9 @@ class Ddp(Sync):
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
         self.wire.take_state(state)
 
+    def loaded(self) -> None:
+        self.wire.take_state({})
+
     def bytes_held(self) -> dict[str, int]:
         return {
             "parameters": sum(p.numel() * p.element_size() for p in self.params),

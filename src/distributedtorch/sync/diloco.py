@@ -19,6 +19,7 @@ from distributedtorch.core.comm import Comm
 from distributedtorch.core.sync import Trained, bytes_of
 from distributedtorch.core.wire import Wire
 from distributedtorch.sync.loose import Loose, Meet
+from distributedtorch.wire.plain import Plain
 
 
 class Diloco(Loose):
@@ -43,7 +44,8 @@ class Diloco(Loose):
 
     @torch.no_grad()
     def agree(self) -> None:
-        self.meet(self.name, [])
+        if any(row[0] for row in self.meet(self.name, [float(self.refilled)])):
+            return self._begin_anew()
         world, apart, size = self.comm.world, 0.0, 0.0
         for slab, flat in self.sums(self.wire, lambda k: (self.params[k].detach() - self.anchor[k]) / world):
             for slot in slab.slots:
@@ -57,11 +59,16 @@ class Diloco(Loose):
         self.average_buffers()
         rows = self.meet(f"{self.name}/drift", [apart, size])
         self.drift = (sum(row[0] for row in rows) / len(rows) / max(rows[0][1], 1e-300)) ** 0.5
+        return None
 
-    def loaded(self) -> None:
-        """What was put into the parameters is no movement."""
-        for param, anchor in zip(self.params, self.anchor, strict=True):
+    def _begin_anew(self) -> None:
+        """Values were put into the parameters of some rank: they are no movement."""
+        self.average(Plain(self.comm))
+        self.wire.take_state({})
+        self.refilled = False
+        for param, anchor, velocity in zip(self.params, self.anchor, self.velocity, strict=True):
             anchor.copy_(param.detach())
+            velocity.zero_()
 
     def own_state(self) -> dict[str, Tensor]:
         return {**super().own_state(), **dict(self._outer())}

@@ -12,34 +12,33 @@ them the same, before an evaluation or at the end.
 
 from __future__ import annotations
 
-import zlib
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, explain
 from distributedtorch.core.sync import Trained
-from distributedtorch.core.wire import Code
-from distributedtorch.sync.loose import Loose, Meet, plain
+from distributedtorch.sync.loose import Loose, Meet
+from distributedtorch.wire.plain import Plain
 
 
 class Gossip(Loose):
     """Replicas that average in pairs."""
 
+    meets = False
+
     def __init__(
         self,
         trained: Trained,
         comm: Comm,
-        code: Code | None,
         meet: Meet,
         *,
         every: int = 1,
         pairs: Literal["ring", "random"] = "ring",
     ) -> None:
-        super().__init__(trained, comm, plain(comm), every)
-        self.code, self.meet, self.pairs = code, meet, pairs
+        super().__init__(trained, comm, Plain(comm), every)
+        self.meet, self.pairs = meet, pairs
 
     @torch.no_grad()
     def agree(self) -> None:
@@ -56,25 +55,13 @@ class Gossip(Loose):
             flat = torch.zeros(slab.numel, dtype=slab.dtype, device=slab.device)
             for slot in slab.slots:
                 slot.view(flat).copy_(self.params[slot.index].detach())
-            half = self._difference(number, flat, peer).div_(2)
+            half = (self.comm.swap(f"{self.name}/{number}", flat, peer, self.rounds) - flat).div_(2)
             apart += float(half.double().square().sum())
             size += float(flat.double().square().sum())
             flat.add_(half)
             for slot in slab.slots:
                 self.params[slot.index].detach().copy_(slot.view(flat))
         self.drift = (apart / max(size, 1e-300)) ** 0.5
-
-    def _difference(self, number: int, flat: Tensor, peer: int) -> Tensor:
-        """How far the other replica is from this one, as both see it: what one gains the other loses."""
-        name = f"{self.name}/{number}"
-        if self.code is None:
-            return self.comm.swap(name, flat, peer, self.rounds) - flat
-        key = zlib.crc32(f"{name} {self.rounds}".encode())
-        draw = torch.Generator().manual_seed(key * self.comm.world + self.comm.rank)
-        mine = self.code.encode(flat, key, draw)
-        theirs = self.comm.swap(name, mine, peer, self.rounds)
-        here, there = (self.code.decode(code, flat.numel(), flat.dtype, key) for code in (mine, theirs))
-        return there - here
 
     def settle(self) -> None:
         """Gossip alone never ends in agreement: take the mean of all."""

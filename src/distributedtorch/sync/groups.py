@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from distributedtorch.core.comm import Comm
+from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.sync import Trained, bytes_of
 from distributedtorch.core.wire import Wire, sums, travelling
 from distributedtorch.sync.alone import Alone
@@ -54,23 +55,33 @@ class Groups(Alone):
         """Which parameters are exchanged rarely: at first none, unless named."""
         self.kept: list[Tensor | None] = [None] * len(self.params)
         """Of fixed parameters, gradients since the last exchange."""
+        self.inside_fixed: list[Tensor | None] = [None] * len(self.params)
+        """The same, of a window that is still open."""
         self.used_since = [False] * len(self.params)
         self.steps = 0
+        if self.named is not None and not any(self.named):
+            parts = sorted({part for name in self.names for part in name.split(".")})
+            do = f"one of {', '.join(parts[:20])}"
+            raise UsageError(explain(f"groups(fixed={fixed}), which is in no parameter's name", "a part of some", do))
 
     def finish(self, used: Sequence[bool]) -> None:
         due = (self.steps + 1) % self.every == 0 and not self.hide
         local = [None if param.grad is None else self._unscaled(param.grad) for param in self.params]
+        factor = self.scale * self.comm.world * self.root  # of a window of several batches
         for index, grad in enumerate(local):
             if self.fixed[index]:
                 self.used_since[index] |= used[index]
-                before = self.kept[index]
-                self.kept[index] = grad if before is None else before if grad is None else before + grad
+                self.inside_fixed[index] = _sum(self.inside_fixed[index], grad)
+                if not self.hide:
+                    window, self.inside_fixed[index] = self.inside_fixed[index], None
+                    self.kept[index] = _sum(self.kept[index], None if window is None else window * factor)
         new: list[Tensor | None] = [None] * len(self.params)
         now = [k for k, fixed in enumerate(self.fixed) if not fixed and used[k]]
         self._exchange("adaptive", now, local, new, 1 / self.comm.world)
         if due:
             late = [k for k, fixed in enumerate(self.fixed) if fixed and self.used_since[k]]
-            self._exchange("fixed", late, self.kept, new, 1 / self.comm.world if self.combine == "mean" else 1.0)
+            each = 1 / self.comm.world if self.combine == "mean" else 1.0
+            self._exchange("fixed", late, self.kept, new, each / factor)
             self.kept, self.used_since = [None] * len(self.params), [False] * len(self.params)
         self._add(new)
         self.remember()
@@ -96,7 +107,8 @@ class Groups(Alone):
         self.steps += 1
         if self.steps % self.every == 0 and self.named is None:
             pairs = zip(self.params, self.origin, strict=True)
-            self.fixed = [bool((p.detach() - o).norm() < self.most_drift * o.norm()) for p, o in pairs]
+            fixed = torch.tensor([bool((p.detach() - o).norm() < self.most_drift * o.norm()) for p, o in pairs])
+            self.fixed = self.comm.exchange(f"{self.name}/fixed", fixed)[0].tolist()  # others may round in another way
         return result
 
     @property
@@ -106,6 +118,7 @@ class Groups(Alone):
         return sum(size for size, fixed in zip(sizes, self.fixed, strict=True) if not fixed) / max(sum(sizes), 1)
 
     def loaded(self) -> None:
+        self.kept, self.used_since = [None] * len(self.params), [False] * len(self.params)
         for param, origin in zip(self.params, self.origin, strict=False):
             origin.copy_(param.detach())
 
@@ -117,7 +130,7 @@ class Groups(Alone):
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
         self.fixed, self.used_since, there = state["flags"].tolist()
-        self.kept = [state[f"kept/{k}"].clone() if has else None for k, has in enumerate(there)]
+        self.kept = [state[f"kept/{k}"].to(self.params[k].device) if has else None for k, has in enumerate(there)]
         self.steps = int(state["steps"])
         for k, origin in enumerate(self.origin):
             origin.copy_(state[f"origin/{k}"])
@@ -130,3 +143,7 @@ class Groups(Alone):
             "parameters": held["parameters"] + sum(map(bytes_of, self.origin)),
         }
         return {**held, **more}
+
+
+def _sum(before: Tensor | None, new: Tensor | None) -> Tensor | None:
+    return new if before is None else before if new is None else before + new

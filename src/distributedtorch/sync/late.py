@@ -45,7 +45,8 @@ class Late(Sync):
         self.flying: list[bool] | None = None
         """Of which parameters the last step gave a gradient; None before the first."""
         self.shown: list[int] = []
-        self.stepped = True
+        self.waits = self.second = False
+        """Whether a gradient waits for the optimizer's step, and whether this backward would bring another."""
 
     @property
     def collect(self) -> Collect:
@@ -60,8 +61,7 @@ class Late(Sync):
         return self.collect.filled
 
     def begin(self, *, exchange: bool, hide: bool) -> None:
-        if not self.stepped and not self.collect.hidden:
-            raise UsageError(_TWICE)
+        self.second = self.waits and not self.collect.hidden
         late = self.collect.views
         self.shown = [k for k, param in enumerate(self.params) if param.grad is late[k]]
         for index in self.shown:
@@ -69,6 +69,8 @@ class Late(Sync):
         self.collect.begin(exchange=exchange, hide=hide)
 
     def ready(self, index: int, *, again: bool) -> None:
+        if self.second:
+            raise UsageError(_TWICE)
         self.collect.scale = self.scale
         self.collect.ready(index, again=again)
 
@@ -90,7 +92,7 @@ class Late(Sync):
         self.collect.land()
         for index, param in enumerate(self.params):
             param.grad = self.collect.views[index] if self.flying is not None and self.flying[index] else None
-        self.flying, self.stepped = flags, False
+        self.flying, self.waits = flags, True
 
     def restore(self) -> None:
         for index in self.shown:
@@ -104,8 +106,16 @@ class Late(Sync):
         return any(param.grad is not None and id(param.grad) not in views for param in self.params)
 
     def update(self, step: Callable[[], Any]) -> Any:
-        self.stepped = True
         return step()
+
+    def stepped(self) -> None:
+        self.waits = False
+
+    def loaded(self) -> None:
+        """What travels is of other parameters."""
+        self.collects[1 - self.turn].land()
+        self.flying = None
+        self.wire.take_state({})
 
     def own_state(self) -> dict[str, Tensor]:
         """What is on its way, arrived."""

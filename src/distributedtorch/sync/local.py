@@ -22,6 +22,7 @@ from distributedtorch.core.comm import Comm
 from distributedtorch.core.sync import Trained, bytes_of
 from distributedtorch.core.wire import Wire
 from distributedtorch.sync.loose import Loose, Meet
+from distributedtorch.wire.plain import Plain
 
 _LONGEST = 1 << 20
 
@@ -51,12 +52,15 @@ class Local(Loose):
 
     def agree(self) -> None:
         self.steps += self.taken
-        numbers = self.meet(self.name, [(time.monotonic() - self.began) / max(self.taken, 1)])
+        numbers = self.meet(self.name, [(time.monotonic() - self.began) / max(self.taken, 1), float(self.refilled)])
+        if any(row[1] for row in numbers):
+            return self._begin_anew()
         apart, size = self._move() if self.anchor else self.average(self.wire)
         rows = self.meet(f"{self.name}/drift", [apart, size])
         self.drift = (sum(row[0] for row in rows) / len(rows) / max(rows[0][1], 1e-300)) ** 0.5
         self._set_period(max(row[0] for row in numbers))
         self.began = time.monotonic()
+        return None
 
     @torch.no_grad()
     def _move(self) -> tuple[float, float]:
@@ -86,8 +90,11 @@ class Local(Loose):
             elif self.drift < self.most_drift / 2:
                 self.period = min(self.period * 2, _LONGEST)
 
-    def loaded(self) -> None:
-        """What was put into the parameters is no movement."""
+    def _begin_anew(self) -> None:
+        """Values were put into the parameters of some rank: they are no movement."""
+        self.average(Plain(self.comm))
+        self.wire.take_state({})
+        self.refilled = False
         for param, anchor in zip(self.params, self.anchor, strict=False):
             anchor.copy_(param.detach())
 

@@ -1,7 +1,7 @@
 """Replicas that step alone: what rounds of averaging share. `local`, `diloco` and `gossip` say what a round does.
 
 Gradients stay on their rank, weighed as under ddp by how many rows of the global batch it had, so that averaging after
-every step is ddp for plain SGD. Running statistics of BatchNorm are each replica's own and are averaged in rounds too.
+every step is ddp for plain SGD. Running statistics of BatchNorm are each replica's own, and averaged where all meet.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from distributedtorch.core.bucket import Slab
+from distributedtorch.core.bucket import Slab, once
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Trained, bytes_of, leaves
 from distributedtorch.core.wire import Wire, sums, travelling
 from distributedtorch.sync.alone import Alone
-from distributedtorch.wire.plain import Plain
 
 Meet = Callable[[str, Sequence[float]], list[list[float]]]
 
@@ -41,9 +41,16 @@ class Loose(Alone):
         self.rounds = 0
         self.drift: float | None = None
         """How far replicas were apart in the last round, relative to the size of the parameters."""
-        buffers = {id(b): b for model in trained.models for b in model.buffers() if b.is_floating_point()}
-        self.buffers = list(buffers.values()) if trained.name == "0" else []
-        self.hooks = [model.register_load_state_dict_post_hook(lambda *_: self.loaded()) for model in trained.models]
+        mine = {id(param) for param in self.params}
+        self.models = [model for model in trained.models if any(id(p) in mine for p in model.parameters())]
+        self.refilled = False
+        """Whether values were put into the parameters from outside since the last round."""
+        self.hooks = watch_loads(self.models, self.loaded)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Running statistics of this replica."""
+        return statistics_of(self.models)
 
     @abstractmethod
     def agree(self) -> None:
@@ -53,6 +60,9 @@ class Loose(Alone):
         """Make replicas the same, if they can differ. A group call."""
         if self.taken:
             self._round()
+
+    def loaded(self) -> None:
+        self.refilled = True
 
     def close(self) -> None:
         """Let go of the models."""
@@ -92,12 +102,7 @@ class Loose(Alone):
         return apart, size
 
     def average_buffers(self) -> None:
-        if not self.buffers:
-            return
-        mine = torch.cat([buffer.detach().double().reshape(-1).cpu() for buffer in self.buffers])
-        mean = self.comm.exchange(f"{self.name}/buffers", mine).mean(dim=0)
-        for buffer, values in zip(self.buffers, mean.split([b.numel() for b in self.buffers]), strict=True):
-            buffer.copy_(values.view(buffer.shape))
+        average(self.comm, f"{self.name}/buffers", self.buffers)
 
     # What a checkpoint holds of replicas.
 
@@ -107,11 +112,12 @@ class Loose(Alone):
         return {"counts": counts, **wire, **{name: value.detach() for name, value in self._replica()}}
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
+        self.refilled = False
         self.taken, self.rounds, self.period = state["counts"].tolist()
         self.wire.take_state({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
         with torch.no_grad():
             for name, value in self._replica():
-                value.copy_(state[name])
+                once(value.detach()).copy_(once(state[name], value))
 
     def _replica(self) -> Iterator[tuple[str, Tensor]]:
         """What replicas have of their own: parameters, optimizer state, running statistics."""
@@ -142,6 +148,26 @@ class Loose(Alone):
         return {**super().bytes_held(), "left out": sum(map(bytes_of, self.wire.state().values()))}
 
 
-def plain(comm: Comm) -> Wire:
-    """The wire for what must arrive as it is."""
-    return Plain(comm)
+def average(comm: Comm, name: str, tensors: Sequence[Tensor]) -> None:
+    """Give small tensors their mean over ranks."""
+    places = [once(tensor.detach()) for tensor in tensors]
+    if places:
+        mine = torch.cat([place.double().reshape(-1).cpu() for place in places])
+        mean = comm.exchange(name, mine).mean(dim=0)
+        for place, values in zip(places, mean.split([place.numel() for place in places]), strict=True):
+            place.copy_(values.view(place.shape))
+
+
+def statistics_of(models: Sequence[nn.Module]) -> list[Tensor]:
+    """Buffers that are averages: floating numbers."""
+    found = {id(b): b for model in models for b in model.buffers() if b.is_floating_point() and b.numel()}
+    return list(found.values())
+
+
+def watch_loads(models: Sequence[nn.Module], act: Callable[[], None]) -> list[RemovableHandle]:
+    """Be told when values are loaded into a model or a part of it; copies of it do not count."""
+
+    def told(here: nn.Module) -> Callable[..., None]:
+        return lambda module, _: act() if module is here else None
+
+    return [part.register_load_state_dict_post_hook(told(part)) for model in models for part in model.modules()]

@@ -108,8 +108,9 @@ class Shown(Replicated):
 
     def fence(self) -> None:
         super().fence()
-        if self.seen != self._checksums():  # someone has edited parameters
-            self.refill()
+        for k, now in enumerate(self._checksums()):
+            if now != self.seen[k]:  # someone has edited parameters
+                self.exact[k].copy_(self._shown(k))
 
     def refill(self) -> None:
         """Take over values that were put into the parameters from outside."""
@@ -139,6 +140,14 @@ class Shown(Replicated):
             pending.wait()
         for slab, flat in zip(self.slabs, self.flats, strict=True):
             flat[sum(slot.numel for slot in slab.slots) :].zero_()
+        self.seen = self._checksums()
+        torch.autograd.graph.increment_version(self.params)
+
+    def settle(self) -> None:
+        """Give every rank the exact values. A group call."""
+        for k, exact in enumerate(self.exact):
+            self._shown(k).copy_(exact)
+        gather(self.comm, self.slabs, self.flats, f"exact/{self.name}")
         self.seen = self._checksums()
         torch.autograd.graph.increment_version(self.params)
 

@@ -9,7 +9,7 @@ whole parameters between them by size.
 Travels per step and worker: Psi to the servers and Psi back.
 `staleness=s`: a push is computed from parameters that are at most s versions old, others wait; s=0 is the round in
 which all pushes are averaged, the result of ddp. `ahead=s`: a worker more than s steps ahead of the slowest waits.
-Without either, nobody waits.
+Without either, nobody waits. `clip` acts on each worker's gradient, BatchNorm on each worker's rows.
 Use it when ranks differ in speed from step to step; where all are alike, ddp is faster.
 """
 
@@ -23,57 +23,60 @@ import torch
 from torch import nn
 
 from distributedtorch.core.bucket import Slot
+from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.sync import Kept, Trained
-from distributedtorch.core.world import World
 from distributedtorch.serve.board import Refused
-from distributedtorch.serve.channel import Doors, Kind, Line, address, keys
+from distributedtorch.serve.channel import Doors, Kind, Line, keys
 from distributedtorch.serve.desk import Desk
 from distributedtorch.serve.shard import Layout, Shard
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.gradient import Held
+from distributedtorch.sync.loose import average, statistics_of, watch_loads
 from distributedtorch.sync.state import divide_state, gather_state
 
 
 class Server(Alone):
     """Workers of parameter servers."""
 
-    lockstep = False
+    lockstep = meets = False
     divided = True
     optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
         trained: Trained,
-        world: World,
+        comm: Comm,
+        host: str,
         *,
         staleness: int | None = None,
         ahead: int | None = None,
         servers: int = 1,
         compensate: float = 0.0,
     ) -> None:
-        super().__init__(trained.params, trained.names, trained.optimizer, world.comm)
-        self.name, self.step = f"server/{trained.name}", 0
-        self.parts = divided(self.params, min(servers, world.size))
+        super().__init__(trained.params, trained.names, trained.optimizer, comm)
+        self.name, self.step, self.staleness = f"server/{trained.name}", 0, staleness
+        self.parts = divided(self.params, servers)
         """For each server the numbers of its parameters."""
         self.layouts = [Layout([self.params[k] for k in part]) for part in self.parts]
         self.desk: Desk | None = None
         pair = keys()
         self.held = [self._held(index) for index in range(len(self.params))]
         self.take_state()
-        self.lines = self._meet(world, pair, staleness, ahead, compensate)
+        self.lines = self._meet(host, pair, ahead, compensate)
         self.closed = False
-        self.version = 0
-        """The version that a server last gave."""
+        self.refilled = False
+        """Whether values were put into parameters or optimizer from outside, for the servers to take over."""
         self.pulled = self.used = False
         """Whether what was pulled counts as being computed with, and whether it is."""
         self.comm.before_waiting.append(self._rest)
-        self.hooks = [model.register_forward_pre_hook(lambda *_: self._begin()) for model in trained.models]
-        self.hooks += [model.register_load_state_dict_post_hook(lambda *_: self.loaded()) for model in trained.models]
+        mine = {id(param) for param in self.params}
+        self.models = [model for model in trained.models if any(id(p) in mine for p in model.parameters())]
+        self.hooks = [model.register_forward_pre_hook(lambda *_: self._begin()) for model in self.models]
+        self.hooks += watch_loads(self.models, self.loaded)
+        self.versions = [param._version for param in self.params]
 
-    def _meet(
-        self, world: World, pair: tuple[bytes, bytes], staleness: int | None, ahead: int | None, compensate: float
-    ) -> list[Line]:
+    def _meet(self, host: str, pair: tuple[bytes, bytes], ahead: int | None, compensate: float) -> list[Line]:
         """Open this rank's server, if it has one, and lines to all."""
         comm, card = self.comm, {"key": pair[0].decode()}
         public = [json.loads(one)["key"] for one in comm.bytes_of_all(f"{self.name}/keys", json.dumps(card).encode())]
@@ -81,9 +84,8 @@ class Server(Alone):
         if comm.rank < len(self.parts):
             mine = [self.params[k] for k in self.parts[comm.rank]]
             shard = Shard(mine, self.optimizer, compensate)
-            host = address(one_host=world.local_size == world.size)
-            doors = Doors(host, pair, {key.encode(): rank for rank, key in enumerate(public)})
-            self.desk = Desk(shard, doors, staleness=staleness, ahead=ahead)
+            doors = Doors(host, pair, {key.encode(): rank for rank, key in enumerate(public)}, shard.layout.bytes)
+            self.desk = Desk(shard, doors, staleness=self.staleness, ahead=ahead)
             where = f"tcp://{host}:{doors.port}"
         doors_of = [one.decode() for one in comm.bytes_of_all(f"{self.name}/doors", where.encode())]
         return [Line(comm.rank, doors_of[k], pair, public[k].encode()) for k in range(len(self.parts))]
@@ -106,12 +108,13 @@ class Server(Alone):
     def _begin(self) -> None:
         """A model runs: with what the servers have now, where that was given back."""
         if torch.is_grad_enabled():
+            self._take_over()
             if not self.pulled:
                 self._pull()
             self.used = True
 
     def _pull(self) -> None:
-        with self.comm.held("pull", self.name):
+        with self.comm.timed("pull"):  # others may be anywhere
             for line in self.lines:
                 line.say(Kind.PULL)
             self._take()
@@ -127,7 +130,6 @@ class Server(Alone):
                 said = said or str(error)
                 continue
             assert message.content is not None
-            self.version = message.version
             self.comm.count_sent("pull", layout.bytes)
             for number, values in zip(part, layout.views(message.content), strict=True):
                 self.params[number].detach().copy_(values)
@@ -135,6 +137,8 @@ class Server(Alone):
             do = "look at the server's rank; what it had applied before is kept"
             raise UsageError(explain(f"rank {self.comm.rank}: refused by the server: {said}", "an answer", do))
         self.pulled, self.used = True, False
+        torch.autograd.graph.increment_version(self.params)
+        self.versions = [param._version for param in self.params]
 
     def update(self, step: Callable[[], Any]) -> Any:
         grads = [param.grad for param in self.params]
@@ -142,18 +146,22 @@ class Server(Alone):
         for name, grad in zip(self.names, dense, strict=True):
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 raise UsageError(_not_finite(self.comm.rank, name))
+        for name, param, version in zip(self.names, self.params, self.versions, strict=True):
+            if param._version != version:
+                raise UsageError(_edited(name))
         self.step += 1
         self.pulled = False
         for line, part, layout in zip(self.lines, self.parts, self.layouts, strict=True):
             message = layout.pack([dense[number] for number in part])
             self.comm.count_sent("push", message.numel())
             line.say(Kind.PUSH, self.step, message)
-        with self.comm.held("push", self.name):
+        with self.comm.timed("push"):
             self._take()
-        torch.autograd.graph.increment_version(self.params)
 
     def _rest(self) -> None:
         """This rank waits for others by itself: servers are not to wait for it."""
+        if self.used and self.staleness:
+            raise UsageError(_BETWEEN)
         if self.pulled and not self.used:
             self.pulled = False
             for line in self.lines:
@@ -162,17 +170,29 @@ class Server(Alone):
     # All ranks together.
 
     def settle(self) -> None:
-        """Give every rank the servers' parameters. A group call."""
+        """Give every rank the servers' parameters, and each server's rank its state. A group call."""
+        self.used = False
+        self._take_over()
         self.comm.barrier(f"{self.name}/settle")
         self._pull()
+        if self.desk is not None:
+            with self.desk.lock:
+                self.desk.shard.publish()
+        average(self.comm, f"{self.name}/buffers", statistics_of(self.models))
         self.comm.barrier(f"{self.name}/settled")
 
     def loaded(self) -> None:
-        """Values were put into the parameters from outside, on all ranks: they count. A group call."""
-        self.comm.barrier(f"{self.name}/load")
-        if self.desk is not None:
-            self.desk.shard.refill()
-        self.comm.barrier(f"{self.name}/loaded")
+        self.refilled = True
+
+    def _take_over(self) -> None:
+        """Let the servers have what was put into the user's objects, on all ranks. A group call, if so."""
+        if self.refilled:
+            self.refilled = self.used = False
+            self.comm.barrier(f"{self.name}/load")
+            if self.desk is not None:
+                with self.desk.lock:
+                    self.desk.shard.refill()
+            self.comm.barrier(f"{self.name}/loaded")
 
     def consensus(self) -> dict[int, torch.Tensor]:
         self.settle()
@@ -183,10 +203,12 @@ class Server(Alone):
         return Kept(low=low, high=high, stride=tuple(self.params[index].stride()), shape=None)
 
     def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        self.settle()
         return gather_state(self.optimizer, self.params, self.held, self.comm, whole=True)
 
     def take_state(self) -> None:
         divide_state(self.optimizer, self.params, self.held, whole=True)
+        self.refilled = True
 
     def close(self) -> None:
         """Tell the servers that this worker is done; a rank with a server waits until all are."""
@@ -202,6 +224,20 @@ class Server(Alone):
             self.desk.close()
         for line in self.lines:
             line.close()
+
+
+_BETWEEN = explain(
+    "ranks wait for each other between a forward and its optimizer step (dt.mean, dt.weight, a barrier), under a "
+    "server with a bound: others may wait for this one's push meanwhile",
+    "such calls after optimizer.step()",
+    "move the call, or use staleness=0 or no bound",
+)
+
+
+def _edited(name: str) -> str:
+    given = f"parameter {name!r} was changed in place since it was pulled; the server's values would replace it"
+    do = "edit parameters before dt.distribute, or load them with load_state_dict on all ranks"
+    return explain(given, "parameters that only the servers change", do)
 
 
 def _not_finite(rank: int, name: str) -> str:

@@ -274,8 +274,13 @@ class Zero(Sync):
             self.memory.take_own_state(state)
 
     def loaded(self) -> None:
+        self.wire.take_state({})
         if isinstance(self.memory, Shown):
             self.memory.refill()
+
+    def settle(self) -> None:
+        if isinstance(self.memory, Shown):
+            self.memory.settle()
 
     def consensus(self) -> dict[int, Tensor]:
         return self.memory.exactly() if isinstance(self.memory, Shown) else {}

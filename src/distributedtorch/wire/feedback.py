@@ -69,9 +69,11 @@ class Coded(Wire):
         if not self.code.feedback:
             return self.code.encode(values, key, draw)
         before = self.left.get(which)
-        values = values.clone() if before is None else values + before
+        values = values.clone() if before is None else values + before.to(values.device)
         code = self.code.encode(values, key, draw)
-        self.left[which] = values - self.code.decode(code, values.numel(), values.dtype, key)
+        left = values - self.code.decode(code, values.numel(), values.dtype, key)
+        if bool(torch.isfinite(left).all()):  # after an overflow there is nothing to add later
+            self.left[which] = left
         return code
 
     def state(self) -> dict[str, Tensor]:
@@ -101,7 +103,8 @@ class _Sum:
         kind = "all-reduce" if everywhere else "reduce-scatter"
         back = self.sizes[rank] * (world - 1) if everywhere else 0
         self.comm.count_sent(kind, sum(self.sizes) - self.sizes[rank] + back)
-        self.works = self.comm.pairs.swap(f"{name}/codes", codes, self.parts)
+        self.tag = self.comm.pairs.tag(f"{name}/sums") if everywhere else 0
+        self.works = self.comm.pairs.swap(self.comm.pairs.tag(f"{name}/codes"), codes, self.parts)
         self.pending = Pending(self.comm, kind, name)
         self.pending.work = Posted()
         self.comm.pairs.progress.hand_over(self.pending.work, self._sum_up)
@@ -128,7 +131,7 @@ class _Sum:
             if self.total is not None:
                 self.sums[rank] = self._code(f"{_SUMMED}/{self.name}", self.total)
             given = [self.sums[rank]] * self.comm.world
-            self.works = self.comm.pairs.swap(f"{self.name}/sums", given, self.sums)
+            self.works = self.comm.pairs.swap(self.tag, given, self.sums)
 
     def _land(self) -> None:
         wait_all(self.works)
@@ -155,7 +158,7 @@ class _Difference:
         if mine.numel():
             self.codes[comm.rank] = wire.code.encode(mine, self.key, draw).to("cpu")
         comm.count_sent("all-gather", sizes[comm.rank] * (comm.world - 1))
-        self.works = comm.pairs.swap(f"{name}/codes", [self.codes[comm.rank]] * comm.world, self.codes)
+        self.works = comm.pairs.swap(comm.pairs.tag(f"{name}/codes"), [self.codes[comm.rank]] * comm.world, self.codes)
         self.pending = Pending(comm, "all-gather", name)
         self.pending.tail.append(self._land)
 

@@ -52,7 +52,8 @@ class PowerSgd(Wire):
         """A parameter's numbers and what was left out before, as a matrix."""
         values = slot.view(flat).reshape(slot.shape[0], -1)
         before = self.left.get(f"{name}/{slot.index}")
-        return values.clone() if before is None else values + before
+        values = values.clone() if before is None else values + before.to(values.device)
+        return values.float() if values.dtype.itemsize < 4 else values  # for the factors
 
     def start(self, name: str, slot: Slot, like: Tensor) -> Tensor:
         """Where the search for the second factor begins: where it ended last time, at first the same on all ranks."""
@@ -62,7 +63,7 @@ class PowerSgd(Wire):
             rows, columns = slot.shape[0], slot.numel // slot.shape[0]
             size = (columns, min(self.rank, rows, columns))
             self.second[key] = torch.randn(size, generator=draw, dtype=torch.float64).to(like)
-        return self.second[key]
+        return self.second[key].to(like)
 
     def state(self) -> dict[str, Tensor]:
         return {**{f"left/{k}": v for k, v in self.left.items()}, **{f"second/{k}": v for k, v in self.second.items()}}
@@ -82,7 +83,7 @@ class _Factors:
         first = [m @ wire.start(name, slot, m) for m, slot in zip(self.matrices, thin, strict=True)]
         rest = [slot.view(flat).reshape(-1) for slot in whole]
         self.shapes = [factor.shape for factor in first]
-        self.sent = torch.cat([*(factor.reshape(-1) for factor in first), *rest])
+        self.sent = torch.cat([*(factor.reshape(-1) for factor in first), *(one.to(first[0]) for one in rest)])
         self.pending = self._sum("first", self.sent)
         self.pending.tail.append(self._land)
 
@@ -103,7 +104,8 @@ class _Factors:
         self._sum("second", sent).wait()
         sums = sent.split([second.numel() for second in seconds])
         for slot, matrix, first, local, total in zip(self.thin, self.matrices, firsts, seconds, sums, strict=True):
-            key = f"{self.name}/{slot.index}"
-            self.wire.second[key] = total.view(local.shape).clone()
-            self.wire.left[key] = matrix - first @ local.T
+            key, left = f"{self.name}/{slot.index}", matrix - first @ local.T
+            if bool(torch.isfinite(total).all()):  # the same on all ranks; after an overflow nothing is kept
+                self.wire.second[key] = total.view(local.shape).clone()
+                self.wire.left[key] = left
             slot.view(self.flat).copy_((first @ total.view(local.shape).T).view(slot.shape))

@@ -29,6 +29,7 @@ class Int8(Code):
 
     def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
         rows = in_blocks(values, INT8_BLOCK)
+        rows = rows.float() if rows.dtype.itemsize < 4 else rows
         scale = (rows.abs().amax(dim=1) / 127).float()
         steps = rows / scale.where(scale > 0, 1.0).to(rows.dtype).unsqueeze(1)
         noise = torch.rand(steps.shape, generator=draw, dtype=steps.dtype).to(steps.device)
@@ -50,7 +51,8 @@ class Sign(Code):
 
     def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
         rows = in_blocks(values, SIGN_BLOCK)
-        counts = in_blocks(torch.ones_like(values), SIGN_BLOCK).sum(dim=1)
+        rows = rows.float() if rows.dtype.itemsize < 4 else rows
+        counts = in_blocks(torch.ones_like(values, dtype=rows.dtype), SIGN_BLOCK).sum(dim=1)
         scale = (rows.abs().sum(dim=1) / counts).float()
         bits = in_blocks((values >= 0).to(torch.uint8), 8)
         return pack(scale, (bits << _places(bits.device)).sum(dim=1, dtype=torch.uint8))
