@@ -38,6 +38,7 @@ if not _command:  # `dtorch` needs none of this, nor the two seconds that torch 
         UsageError,
     )
     from distributedtorch.core.plan import Plan
+    from distributedtorch.data.assign import assign
     from distributedtorch.data.folds import folds
     from distributedtorch.decide import EarlyStop, all, any
     from distributedtorch.distribute import distribute, launch
@@ -81,6 +82,7 @@ __all__ = [
     "accuracy",
     "all",
     "any",
+    "assign",
     "barrier",
     "compare",
     "device",
