@@ -15,6 +15,7 @@ from distributedtorch.core.blocks import check_named
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.core.plan import Plan, resolve, sources
 from distributedtorch.core.world import World, here
+from distributedtorch.data.balance import Balance
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream, serve_all_loaders
@@ -134,7 +135,7 @@ def release() -> None:
         RUN.restore.pop()()
     if RUN.stream is not None:
         RUN.stream.hand_back()
-    RUN.plan, RUN.stream, RUN.unclaimed, RUN.fed = None, None, [], 0
+    RUN.plan, RUN.stream, RUN.balance, RUN.unclaimed, RUN.fed = None, None, None, [], 0
     for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders):
         kept.clear()
 
@@ -202,6 +203,8 @@ def _attach(
         attach.own_randomness(world.rank)
         RUN.seed = torch.initial_seed()
     verify_record.attach(loop, given.models)
+    if RUN.balance is not None:
+        RUN.balance.meet()
     RUN.loaders += loaders.values()
     return _back([loaders.get(id(thing), thing) for thing in objects]), list(loaders.values())
 
@@ -278,7 +281,19 @@ def _note_seeds() -> Callable[[], None]:
     return lambda: setattr(torch, "manual_seed", original)
 
 
+def _balance(plan: Plan, world: World) -> Balance | None:
+    """What keeps the division of rows, made where it is first needed."""
+    if plan.balance is None or world.size == 1:
+        return None
+    if RUN.balance is None:
+        RUN.balance = Balance(world.loop, static=plan.balance == "static", say=partial(report.say, world))
+        world.undo.append(RUN.balance.close)
+    return RUN.balance
+
+
 def _divided(loader: Any, plan: Plan, world: World) -> Loader:
+    balance = _balance(plan, world)
+
     def on_batch(share: Share, batch: Any) -> None:
         behind.feeds(next((k for k, known in enumerate(RUN.loaders) if known is divided), 0))
         if world.size == 1 and not world.loop.members:  # nothing is weighed or exchanged
@@ -299,7 +314,10 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
         at_end=behind.ends,
         batch=plan.batch,
         reverse=verify_record.reversed_rows(),
+        division=None if balance is None else balance.division(),
     )
+    if balance is not None:
+        balance.add(divided)
     return divided
 
 
@@ -310,6 +328,8 @@ def divide_met(loader: Any) -> Loader:
     divided = _divided(loader, RUN.plan, world)
     if world.size > 1:
         inspect.same_everywhere(inspect.Given(), [divided], RUN.plan, world.comm)
+    if RUN.balance is not None:
+        RUN.balance.meet()
     RUN.loaders.append(divided)
     if RUN.unclaimed:
         divided.place.load_state_dict(RUN.unclaimed.pop(0))

@@ -119,6 +119,12 @@ MENU: dict[str, Recipe] = {
         holds=UNCHANGED,
         travels="under zero1, zero2 and zero3 one number more: the sum of squares",
     ),
+    "balance": Recipe(
+        traits=Traits(needs_lockstep=True),
+        summary="A rank takes rows of each batch by its measured speed, up to DISTRIBUTEDTORCH_MAX_ROWS of them.",
+        holds="activations of its share of the rows",
+        travels="as without it, and every 8 steps 16 bytes to every other rank",
+    ),
     "recompute": Recipe(
         traits=Traits(),
         summary="Activations are computed again in backward rather than kept.",

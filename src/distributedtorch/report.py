@@ -30,13 +30,18 @@ def line(
     """Print the line on rank 0's standard error."""
     if world.rank == 0:
         said = parts(plan, origin, world, loaders, batchnorms=batchnorms, workers=workers)
-        print(f"distributedtorch: {' · '.join(said)}", file=sys.stderr, flush=True)
+        say(world, " · ".join(said))
 
 
 def met(loader: Loader, world: World) -> None:
     """Print what was made of a loader that was met in the loop."""
+    say(world, f"batch {loader.note} (the loader that feeds the loop)")
+
+
+def say(world: World, text: str) -> None:
+    """Print a line on rank 0's standard error."""
     if world.rank == 0:
-        print(f"distributedtorch: batch {loader.note} (the loader that feeds the loop)", file=sys.stderr, flush=True)
+        print(f"distributedtorch: {text}", file=sys.stderr, flush=True)
 
 
 def parts(

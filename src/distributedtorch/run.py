@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distributedtorch.core.plan import Plan
+from distributedtorch.data.balance import Balance
 from distributedtorch.data.loader import Loader
 from distributedtorch.data.stream import Stream
 
@@ -31,6 +32,8 @@ class Run:
     stream: Stream | None = None
     seed: int | None = None
     """Torch's when `stream` was made; None where the script has set one since."""
+    balance: Balance | None = None
+    """What keeps the division of rows, under a plan with `balance`."""
     restore: list[Callable[[], None]] = field(default_factory=list)
     """What undoes the changes made to torch's own classes."""
 

@@ -15,6 +15,7 @@ from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.launch.start import join_world
+from distributedtorch.run import RUN
 from distributedtorch.sync.loose import Loose
 
 Number = TypeVar("Number", int, float, Tensor)
@@ -130,6 +131,8 @@ class Stats:
     """How far replicas that step alone were apart in the last round, relative to the size of the parameters."""
     backlog: int | None = None
     """Pushes that wait at the parameter server beside this rank."""
+    shares: tuple[float, ...]
+    """Under `balance`, the part of a batch that each rank takes by the latest measurement; empty without."""
 
 
 def stats() -> Stats:
@@ -151,6 +154,7 @@ def stats() -> Stats:
         exchanges={kind: t.count for kind, t in traffic.items()},
         drift=max(drifts, default=None),
         backlog=sum(waiting) if waiting else None,
+        shares=() if RUN.balance is None else RUN.balance.shares,
     )
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests import forked
 from tests.conformance.cases import PLANS, difference
-from tests.conformance.words_pool import TEXTS, WITH
+from tests.conformance.words_pool import BALANCED, TEXTS, WITH
 
 
 def run(world: int, folder: Path) -> None:
@@ -29,7 +29,7 @@ def test_every_pair_of_words(tmp_path: Path) -> None:
         found = load_file(tmp_path / f"{plan},two losses-{world}.safetensors")
         assert difference(truth, found)[0] <= 1e-9, (plan, "two losses", world)
     without = load_file(tmp_path / "ddp,recompute-1.safetensors")
-    for text in TEXTS:
+    for text in [*TEXTS, BALANCED]:
         truth = load_file(tmp_path / f"ddp,{text}-1.safetensors")
         assert text == "recompute" or difference(truth, without)[0] > 1e-4  # the words do something
         for plan in PLANS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
@@ -21,7 +22,9 @@ from tests.conformance.loops import adam, rows
 
 WORDS = ("accumulate=2", "batch=4", "clip=0.05", "recompute")
 TEXTS = sorted({",".join(dict.fromkeys(pair)) for pair in combinations([*WORDS, *WORDS], 2)})
-WITH = {"zero1": WORDS[:2], "zero2": WORDS[2:]}
+BALANCED = ",".join([*WORDS, "balance"])
+"""With rank 0 slow, so that shares change."""
+WITH = {"zero1": WORDS[:2], "zero2": (*WORDS[2:], BALANCED)}
 """What `share` goes with: every word under one of its plans."""
 
 
@@ -29,6 +32,9 @@ def train(plan: str) -> nn.Module:
     torch.manual_seed(1)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(*blocks, nn.Linear(8, 3))
+    if "balance" in plan and dt.world() > 1:
+        seconds = 0.001 if dt.rank() else 0.008
+        model.register_forward_pre_hook(lambda _, args: time.sleep(len(args[0]) * seconds))
     optimizer = adam(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     model, optimizer, data, scheduler = dt.distribute(model, optimizer, rows(), scheduler, plan=plan)
@@ -38,6 +44,7 @@ def train(plan: str) -> nn.Module:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+    assert "balance" not in plan or dt.world() == 1 or dt.stats().shares[0] < 1 / 3, dt.stats().shares
     return model
 
 
@@ -71,7 +78,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     for plan in PLANS if dt.world() > 1 else PLANS[:1]:
-        for text in [*TEXTS, *(f"{word},share" for word in WITH.get(plan, ()))]:
+        for text in [*TEXTS, BALANCED, *(f"{word},share" for word in WITH.get(plan, ()))]:
             state = {name: tensor.contiguous() for name, tensor in train(f"{plan},{text}").state_dict().items()}
             if dt.is_main():
                 save_file(state, folder / f"{plan},{text}-{dt.world()}.safetensors")

@@ -33,9 +33,9 @@ def repeated_samples() -> None:
     """The last batch is filled up with samples from its start, as torch's DistributedSampler does."""
     original = Part.take
 
-    def take(self: Part, items: Any) -> Any:
+    def take(self: Part, items: Any, number: int = 0) -> Any:
         missing = -len(items) % self.world
-        return original(self, [*items, *items[:missing]])
+        return original(self, [*items, *items[:missing]], number)
 
     Part.take = take  # type: ignore[method-assign]
 

@@ -130,7 +130,8 @@ def _one_share(together: Sequence[Rows]) -> None:
             explain(
                 f"one loss over batches of {len(together)} loaders of which this rank has {said}",
                 "one share per loss, to weigh it exactly",
-                "use batch sizes that the number of workers divides and drop_last=True, or dt.weight each loss",
+                "use batch sizes that the number of workers divides, drop_last=True and no `balance`, "
+                "or dt.weight each loss",
             )
         )
 
@@ -145,5 +146,6 @@ _AHEAD = explain(
     "batches were taken from the loader ahead of their use, with unequal rows on this rank, and the model was given "
     "other tensors than the loader made (moved or changed on the way)",
     "to know which batch a loss belongs to, to weigh it exactly",
-    "use a batch size that the number of workers divides with drop_last=True, or loss = dt.weight(loss, rows here)",
+    "use a batch size that the number of workers divides, drop_last=True and no `balance`, or "
+    "loss = dt.weight(loss, rows here)",
 )

@@ -165,6 +165,12 @@ class Plan:
         return self._number("clip")
 
     @property
+    def balance(self) -> Literal["dynamic", "static"] | None:
+        """Whether rows follow speeds all along or as measured once; None: every rank takes the same."""
+        word = self.get("balance")
+        return None if word is None else "static" if word.args else "dynamic"
+
+    @property
     def recompute(self) -> bool:
         """Whether activations are computed again in backward."""
         return self.get("recompute") is not None

@@ -421,6 +421,7 @@ class Loop:
 
     def _agree(self, members: list[Member], rows: Tensor) -> tuple[list[list[bool]], list[bool]]:
         self._same_batch(rows[:, :2].tolist())
+        self._every_row(rows[:, 2].tolist())
         self._same_units(rows[:, 2:4].tolist())
         self.requested = int(rows[:, 4].amax())
         used, touched, at = [], [], 5
@@ -444,6 +445,20 @@ class Loop:
                 f"the ranks are not at the same batch: {said}",
                 "every rank takes every batch and every step",
                 "look for a `continue`, a `break` or a swallowed exception that only some ranks meet",
+            )
+        )
+
+    def _every_row(self, mine: list[float]) -> None:
+        """Refuse a batch of which the ranks have more or fewer rows than it has."""
+        rows = self.batches.present
+        if rows is None or self.explicit is not None or sum(mine) == rows.everywhere:
+            return
+        said = " + ".join(f"{count:g}" for count in mine)
+        raise DesyncError(
+            explain(
+                f"the ranks have {said} rows of a batch of {rows.everywhere:g}",
+                "every row on one rank",
+                "start all ranks with the same Python; where they have it, this is an error of the library: report it",
             )
         )
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from distributedtorch.core.errors import PlanError, explain
 
-Kind = Literal["sync", "precision", "number", "memory", "split", "wire", "auto"]
+Kind = Literal["sync", "precision", "number", "data", "memory", "split", "wire", "auto"]
 Form = Literal["bare", "value", "args"]
 Owns = Literal["whole", "flat", "split", "served", "none"]
 Places = Literal["rank", "host", "device"]
@@ -329,7 +329,8 @@ class Row:
         """The arguments by key, settled; None if one has no place or stands twice."""
         bound: dict[str, Value] = {}
         legal = self.args | self.options
-        for arg, place in zip(args, [*self.args, *[""] * len(args)], strict=False):
+        places = [*self.args, *(self.options if self.positional else ()), *[""] * len(args)]
+        for arg, place in zip(args, places, strict=False):
             key = arg.key or place
             if key not in legal or key in bound:
                 return None
@@ -428,6 +429,13 @@ _ROWS = (
     _row("number", "micro=8", "rows per micro-batch", PLAIN, takes=COUNT),
     _row("number", "batch=256", "rows per loader batch over all ranks", takes=COUNT, numerics=True),
     _row("number", "clip=1.0", "largest norm of the global gradient", takes=POSITIVE, numerics=True),
+    _row(
+        "data",
+        "balance",
+        "rows by each rank's measured speed; `balance(static)`: measured once",
+        options={"policy": OneOf(names=("static",))},
+        positional=True,
+    ),
     _row("memory", "recompute", "compute activations again in backward rather than keep them", numerics=True),
     _row("memory", "block=Layer", "the class of the modules that zero3 gathers and recompute recomputes", takes=Name()),
     _row("memory", "offload", "keep optimizer state in host memory", Traits(places="device")),

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils.data import (
 )
 
 from distributedtorch.data import worker
-from distributedtorch.data.partition import Part, sizes
+from distributedtorch.data.partition import Part
 from distributedtorch.data.stream import DividedLoader, Stream, drawing
 
 Piece = tuple[int, int, Any]
@@ -46,10 +47,10 @@ class Indexed:
         self._draw: Draw = partial(drawing, stream, not draws_from_torch_only(self._batches))
         self._kept: tuple[DataLoader[Any], Indices] | None = None
 
-    def begin(self, skip: int = 0) -> Iterator[Piece]:
+    def begin(self, skip: int = 0, number: int = 0) -> Iterator[Piece]:
         """Start one epoch: everything torch draws at `iter` is drawn now. `skip` batches are drawn but never loaded."""
         inner, indices = self._kept or self._build()
-        indices.skip = skip
+        indices.skip, indices.number = skip, number
         if inner.persistent_workers:
             self._kept = inner, indices
         with self._draw():
@@ -72,8 +73,8 @@ class Indexed:
         size, world = self.batch_global, self._part.world
         text = f"batches of {type(self._batches).__name__} divided over {world}" if size is None else f"{size} global"
         if size is not None and world > 1:
-            text += f" = {sizes(size, world)}"
-        return text + in_order_note(self._loader)
+            text += f" = {self._part.sizes(size)}"
+        return text + self._part.note + in_order_note(self._loader)
 
     def _build(self) -> tuple[DataLoader[Any], Indices]:
         """A fresh DataLoader, so that what the user set on theirs since the last epoch holds."""
@@ -110,6 +111,8 @@ class Indices:
         self._drawn: Iterator[Any] = iter(())
         self.skip = 0
         """Batches to leave out at the beginning of the next iteration."""
+        self.number = 0
+        """Number in the run of the first batch that the next iteration does not leave out."""
         self.sizes: deque[tuple[int, int]] = deque()
         """Rows of the batches drawn but not yet handed out, in order; a new object for each iteration."""
 
@@ -122,7 +125,7 @@ class Indices:
                 self._unseeded.manual_seed((seed + self._part.rank) % 2**63)
                 self._unseeded = None
         self.sizes, self._drawn = deque(), drawn
-        return self._cut(drawn, self.sizes)
+        return self._cut(drawn, self.sizes, self.number)
 
     def pass_over(self) -> None:
         """Draw what is to be left out, once: after torch has drawn what it draws at `iter`, before the next batch."""
@@ -130,15 +133,15 @@ class Indices:
         for _ in range(skip):
             next(self._drawn, None)
 
-    def _cut(self, drawn: Iterator[Any], known: deque[tuple[int, int]]) -> Iterator[Any]:
-        while True:
+    def _cut(self, drawn: Iterator[Any], known: deque[tuple[int, int]], first: int) -> Iterator[Any]:
+        for number in count(first):
             with self._draw():
                 self.pass_over()
                 try:
                     batch = next(drawn)
                 except StopIteration:
                     return
-            rows, rows_global, mine = self._part.take(batch)
+            rows, rows_global, mine = self._part.take(batch, number)
             known.append((rows, rows_global))
             yield mine
 

@@ -18,6 +18,7 @@ from distributedtorch.data.cursor import Cursor, Share
 from distributedtorch.data.indexed import Indexed, Piece
 from distributedtorch.data.partition import Part
 from distributedtorch.data.position import Position
+from distributedtorch.data.shares import Division
 from distributedtorch.data.stream import Stream
 from distributedtorch.data.streamed import Streamed
 from distributedtorch.data.whole import Whole
@@ -37,8 +38,8 @@ class Source(Protocol):
     def note(self) -> str:
         """What was done, in a few words."""
 
-    def begin(self, skip: int = 0) -> Iterator[Piece]:
-        """Start an epoch, behind its first `skip` batches."""
+    def begin(self, skip: int = 0, number: int = 0) -> Iterator[Piece]:
+        """Start an epoch behind its first `skip` batches, with batch `number` of the run."""
 
     def __len__(self) -> int:
         """Global batches in an epoch; TypeError where there is no telling."""
@@ -55,6 +56,7 @@ def divide(
     at_end: BeforeBatch = lambda: None,
     batch: int | None = None,
     reverse: bool = False,
+    division: Division | None = None,
 ) -> Loader:
     """Divide the global batches of `loader` between ranks.
 
@@ -69,6 +71,7 @@ def divide(
         at_end: Called when there is none, and when the user has let go of an epoch (`break`).
         batch: Another global batch size than the loader's own.
         reverse: Reverse the rows inside each global batch, to measure rounding noise.
+        division: Who takes how many rows; without one, all ranks the same.
 
     Raises:
         UsageError: The loader already divides, has no batches, or cannot be given another batch size.
@@ -80,7 +83,7 @@ def divide(
     own_way = not isinstance(loader, DataLoader) or _iterates_its_own_way(loader)
     if batch is not None:
         survey.check_rebatch(loader, batch, customised=own_way)
-    part = Part(rank=rank, world=world, reverse=reverse)
+    part = Part(rank=rank, world=world, reverse=reverse, division=division)
     source: Source
     if own_way:
         source = Whole(loader, part, stream)
@@ -89,9 +92,8 @@ def divide(
     else:
         source = Indexed(loader, part, stream, batch)
     place = Position(loader, stream, Cursor())
-    return Loader(
-        loader, source, place, (before_batch, on_batch, at_end), {} if batch is None else {"batch_size": batch}
-    )
+    changed = {} if batch is None else {"batch_size": batch}
+    return Loader(loader, source, place, (before_batch, on_batch, at_end), changed, division=division)
 
 
 def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:
@@ -107,7 +109,7 @@ class Loader:
     Attributes of the user's loader (`dataset`, `sampler`, `batch_size`, ...) can be read and set here as there.
     """
 
-    _OWN = ("_loader", "_source", "_changed", "calls", "cursor", "place")
+    _OWN = ("_loader", "_source", "_changed", "calls", "cursor", "place", "division")
 
     def __init__(
         self,
@@ -116,12 +118,15 @@ class Loader:
         place: Position,
         calls: tuple[BeforeBatch, OnBatch, BeforeBatch],
         changed: dict[str, Any],
+        *,
+        division: Division | None,
     ) -> None:
         self._loader = loader
         self._source = source
         self._changed = changed
         self.calls = calls
         self.place, self.cursor = place, place.cursor
+        self.division = division
 
     @property
     def note(self) -> str:
@@ -138,7 +143,12 @@ class Loader:
         return survey.fingerprint(self._loader, self.batch_global)
 
     def __iter__(self) -> Epoch:
-        return self.place.walk(Epoch(self, *self.place.begin(self._source.begin)), self.calls[2])
+        return self.place.walk(Epoch(self, *self.place.begin(self._begin)), self.calls[2])
+
+    def _begin(self, skip: int) -> Iterator[Piece]:
+        if self.division is not None:
+            self.division.drawn = self.cursor.batches
+        return self._source.begin(skip, self.cursor.batches)
 
     def __len__(self) -> int:
         return len(self._source)

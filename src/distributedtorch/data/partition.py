@@ -2,7 +2,7 @@
 
 Each rank holds `total / world` rows; the first `total % world` ranks hold one more. Concatenating the ranks' pieces
 in rank order gives the global batch back, row for row. Nothing travels: every rank computes its piece by itself.
-Use it for any batch; when ranks differ in speed, an unequal partition would be the better choice.
+Use it for any batch; where ranks differ in speed or memory, a `Division` (`shares`) gives them unequal pieces.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
+
+from distributedtorch.data.shares import Division
 
 
 def rows(total: int, world: int, rank: int) -> range:
@@ -22,8 +24,12 @@ def rows(total: int, world: int, rank: int) -> range:
 
 def sizes(total: int, world: int) -> str:
     """The pieces as text: `16 + 16`, `17 + 16`, and from five ranks on `2 x 33 + 6 x 32`."""
-    counts = [len(rows(total, world, rank)) for rank in range(world)]
-    if world <= 4:
+    return written([len(rows(total, world, rank)) for rank in range(world)])
+
+
+def written(counts: Sequence[int]) -> str:
+    """Rows by rank as text; from five ranks on, how many ranks have how many."""
+    if len(counts) <= 4:
         return " + ".join(map(str, counts))
     return " + ".join(f"{counts.count(size)} x {size}" for size in sorted(set(counts), reverse=True))
 
@@ -36,18 +42,33 @@ class Part:
     world: int
     reverse: bool = False
     """Reverse the rows inside each global batch before dividing: same mean, other rounding."""
+    division: Division | None = None
+    """Who takes how many rows of which batch; None: all the same."""
 
     @property
     def whole(self) -> bool:
         """Whether a batch passes unchanged."""
         return self.world == 1 and not self.reverse
 
-    def span(self, total: int) -> range:
-        """This rank's rows; row 0 stands in (and counts for nothing) where it has none."""
-        return rows(total, self.world, self.rank) or range(min(1, total))
+    @property
+    def note(self) -> str:
+        """How rows are divided, if not equally."""
+        return "" if self.division is None else "; shares follow measured speed"
 
-    def take(self, items: Sequence[Any]) -> tuple[int, int, Sequence[Any]]:
-        """Divide the indices or samples of one global batch.
+    def sizes(self, total: int) -> str:
+        """The pieces of a batch as text."""
+        if self.division is None:
+            return sizes(total, self.world)
+        return written(self.division.counts(total, self.division.drawn))
+
+    def rows(self, total: int, number: int) -> range:
+        """This rank's rows of global batch `number`; none when rows are too few."""
+        if self.division is None:
+            return rows(total, self.world, self.rank)
+        return self.division.rows(total, number, self.rank)
+
+    def take(self, items: Sequence[Any], number: int = 0) -> tuple[int, int, Sequence[Any]]:
+        """Divide the indices or samples of global batch `number`.
 
         Returns:
             Real rows of this rank, rows of the global batch, and this rank's items (item 0 when it has none).
@@ -58,5 +79,11 @@ class Part:
         if self.whole or total == 0:
             return total, total, items
         ordered = list(items)[:: -1 if self.reverse else 1]
-        span = self.span(total)
-        return len(rows(total, self.world, self.rank)), total, ordered[span.start : span.stop]
+        mine = self.rows(total, number)
+        span = stand_in(mine)
+        return len(mine), total, ordered[span.start : span.stop]
+
+
+def stand_in(mine: range) -> range:
+    """A rank's rows; row 0 stands in (and counts for nothing) where it has none."""
+    return mine or range(1)

@@ -3,13 +3,14 @@
 A stream has no indices to divide, so reading (and what the dataset does to each sample) is repeated on every rank;
 collation, and everything after it, is on this rank's rows only. Nothing travels. Streams that are costly to read are
 better given as a map-style dataset. With workers each worker forms its own global batches, as torch's would, and all
-ranks' workers read with the same random state; collation draws from a state of its own on each rank.
+ranks' workers read with the same random state; collation draws from a state of its own on each rank. Under `balance`
+the shares of streams with workers change between epochs only, and not at all where the workers stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice, repeat
 from math import ceil
 from typing import Any
 
@@ -33,13 +34,14 @@ class Streamed:
         self.batch_global: int | None = batch or loader.batch_size
         self._kept: DataLoader[Any] | None = None
 
-    def begin(self, skip: int = 0) -> Iterator[Piece]:
+    def begin(self, skip: int = 0, number: int = 0) -> Iterator[Piece]:
         """Start one epoch: torch draws the workers' seed, and without workers the dataset's `iter` runs.
 
         `skip` batches are read and thrown away: a stream has no other way to come to a place.
         """
         # Not `or`: a DataLoader over a stream without length has no truth value.
         inner = self._build() if self._kept is None else self._kept
+        inner.dataset.number = number - skip  # type: ignore[attr-defined]
         if inner.persistent_workers:
             self._kept = inner
         with drawing(self._stream, full=True):
@@ -57,7 +59,8 @@ class Streamed:
         """What was done, for the printed line."""
         if self._part.world == 1:
             return f"{self.batch_global} global, from a stream{in_order_note(self._loader)}"
-        return f"{self.batch_global} global: stream read by every rank, rows divided{in_order_note(self._loader)}"
+        divided = f"stream read by every rank, rows divided{self._part.note}"
+        return f"{self.batch_global} global: {divided}{in_order_note(self._loader)}"
 
     def _build(self) -> DataLoader[Any]:
         user = self._loader
@@ -81,12 +84,16 @@ class Groups(IterableDataset[tuple[int, int, Any]]):
         self.part = part
         self._stream = stream
         self._in_worker = False
+        self.number = 0
+        """Number in the run of the first batch of the next walk."""
 
     def __iter__(self) -> Iterator[Piece]:
         self._enter_worker()
         with drawing(self._stream, full=True):
             samples = iter(self.user_dataset)
-        return Grouped(self, samples, self._stream)
+        # A worker does not know how many batches the others make: it divides all of its own like the first.
+        numbers = repeat(self.number) if self._in_worker else count(self.number)
+        return Grouped(self, samples, self._stream, numbers)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stream": None}
@@ -105,10 +112,11 @@ class Groups(IterableDataset[tuple[int, int, Any]]):
 class Grouped:
     """One walk over the stream."""
 
-    def __init__(self, groups: Groups, samples: Iterator[Any], stream: Stream | None) -> None:
+    def __init__(self, groups: Groups, samples: Iterator[Any], stream: Stream | None, numbers: Iterator[int]) -> None:
         self._groups = groups
         self._samples = samples
         self._stream = stream
+        self._numbers = numbers
         self._ended = False
 
     def __iter__(self) -> Iterator[Piece]:
@@ -122,7 +130,7 @@ class Grouped:
         self._ended = len(group) < self._groups.size
         if not group or (self._ended and self._groups.drop_last):
             raise StopIteration
-        return self._groups.part.take(group)
+        return self._groups.part.take(group, next(self._numbers))
 
 
 class Collate:

@@ -7,6 +7,7 @@ work of building a batch and then slices it; nothing travels. A torch DataLoader
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -25,11 +26,11 @@ class Whole:
         self._part = part
         self._stream = stream
 
-    def begin(self, skip: int = 0) -> Iterator[Piece]:
+    def begin(self, skip: int = 0, number: int = 0) -> Iterator[Piece]:
         """Start one pass over the user's object; `skip` batches are built and thrown away."""
         with drawing(self._stream, full=True):
             produced = iter(self._loader)
-        return passed_over(Pieces(produced, self._part, self._stream), skip)
+        return passed_over(Pieces(produced, self._part, self._stream, number - skip), skip)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -48,16 +49,17 @@ class Whole:
         once = "; an iterator: it can be walked only once" if isinstance(self._loader, Iterator) else ""
         if self._part.world == 1:
             return what + once
-        return f"{what}: every rank builds whole batches and keeps its rows{once}"
+        return f"{what}: every rank builds whole batches and keeps its rows{self._part.note}{once}"
 
 
 class Pieces:
     """One pass: this rank's rows of each batch."""
 
-    def __init__(self, produced: Iterator[Any], part: Part, stream: Stream | None) -> None:
+    def __init__(self, produced: Iterator[Any], part: Part, stream: Stream | None, first: int) -> None:
         self._produced = produced
         self._part = part
         self._stream = stream
+        self._numbers = count(first)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -65,4 +67,4 @@ class Pieces:
     def __next__(self) -> Piece:
         with drawing(self._stream, full=True):
             batch = next(self._produced)
-        return divide_batch(batch, self._part)
+        return divide_batch(batch, self._part, next(self._numbers))
