@@ -7,6 +7,7 @@ The map of the package:
   recipes      plan word -> parts
   schedule     learning rates over optimizer steps
   decide       early stopping and other decisions that all ranks take together
+  locks        one rank at a time, or many that only read
   core         words and contracts: plan, comm, bucket, step, errors
   sync         how replicas agree: ddp, zero, local, diloco, gossip; BatchNorm over ranks
   wire         how bytes travel: shorter types, integers, signs, the largest few, low rank
@@ -32,6 +33,7 @@ if not _command:  # `dtorch` needs none of this, nor the two seconds that torch 
         DesyncError,
         DistributedTorchError,
         LaunchError,
+        LockError,
         PeerError,
         PlanError,
         RankError,
@@ -45,6 +47,7 @@ if not _command:  # `dtorch` needs none of this, nor the two seconds that torch 
     from distributedtorch.evaluation import accuracy, evaluate, scores
     from distributedtorch.facade import DistributedPyTorch
     from distributedtorch.launch.start import prepare as _prepare
+    from distributedtorch.locks import lock
     from distributedtorch.saving import load, resume, save
     from distributedtorch.schedule import schedule
     from distributedtorch.score.compare import compare
@@ -73,6 +76,7 @@ __all__ = [
     "DistributedTorchError",
     "EarlyStop",
     "LaunchError",
+    "LockError",
     "PeerError",
     "Plan",
     "PlanError",
@@ -92,6 +96,7 @@ __all__ = [
     "is_main",
     "launch",
     "load",
+    "lock",
     "main_first",
     "mean",
     "print",

@@ -27,6 +27,10 @@ class DesyncError(DistributedTorchError):
     """Ranks disagree about what to do next: another batch, another exchange, another line."""
 
 
+class LockError(DistributedTorchError):
+    """A lock that was not to be had in the time given."""
+
+
 class PeerError(DistributedTorchError):
     """Another rank ended or failed. Never the first cause: the supervisor looks further for that."""
 

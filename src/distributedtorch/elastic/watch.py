@@ -230,6 +230,12 @@ class _Watch:
         return now - seen.fresh < _SECONDS_STALE
 
 
+def beats(store: Store, rank: int) -> int:
+    """How often a rank has given a sign of life; it does so every second while its process runs."""
+    key = f"watch/{rank}"
+    return _decode(store.get(key)).number if store.check([key]) else 0
+
+
 def mismatch(rank: int, mine: _Beat, others: Mapping[int, _Beat]) -> str:
     """The message for ranks of one group that wait in different exchanges; empty where they do not."""
     for other, beat in sorted(others.items()):
