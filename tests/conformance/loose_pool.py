@@ -169,7 +169,7 @@ def rounds() -> None:
     check("gossip(every=2,pairs=random)", in_pairs(2, "random"))
 
 
-def grouped(every_: int, drift: float | None, fixed: str = "", combine: str = "mean") -> list[Tensor]:
+def grouped(every_: int, drift: float | None, fixed: str = "", combine: str = "mean", window: int = 1) -> list[Tensor]:
     """groups(...) by hand: one process plays all ranks."""
     world, model = dt.world(), net()
     optimizer = adam(model)
@@ -179,8 +179,12 @@ def grouped(every_: int, drift: float | None, fixed: str = "", combine: str = "m
     kept = [torch.zeros_like(p) for p in params]
     taken = 0
     for _ in range(EPOCHS):
-        for x, y in rows():
-            mean_now = torch.autograd.grad(F.mse_loss(model(x), y), params)
+        batches = list(rows())
+        for start in range(0, len(batches), window):
+            together = batches[start : start + window]
+            total = sum(len(x) for x, _ in together)
+            loss = sum(F.mse_loss(model(x), y) * (len(x) / total) for x, y in together)
+            mean_now = torch.autograd.grad(loss, params)  # type: ignore[arg-type]
             taken += 1
             for k, param in enumerate(params):
                 kept[k] += mean_now[k]
@@ -200,6 +204,7 @@ def groups() -> None:
         ("groups(every=3,drift=0.1)", grouped(3, 0.1)),
         ("groups(every=3,fixed=weight)", grouped(3, None, "weight")),
         ("groups(every=3,fixed=bias,combine=sum)", grouped(3, None, "bias", "sum")),
+        ("groups(every=2,fixed=weight),accumulate=2", grouped(2, None, "weight", window=2)),
     ):
         compare(plan, truth, distributed(net(), adam, plan))
         sync = here().loop.members[0].sync
@@ -238,6 +243,49 @@ def delayed() -> None:
     with pytest.raises(dt.UsageError, match="a second backward before the optimizer's step"):
         model(x).mean().backward()
     del optimizer
+    release()
+
+
+def disturbed(folder: Path) -> None:
+    """Copies, loads and overflows in the middle of a run."""
+    truth = by_hand(net(), adam, nesterov(3), 1, 5)
+    model = net()
+    model, optimizer, data = dt.distribute(model, adam(model), rows(), plan="diloco(every=3)")
+    best = copy.deepcopy(model)
+    for _ in range(EPOCHS):
+        for x, y in data:
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            best.load_state_dict(model.state_dict())
+    compare("diloco beside a copy", truth, list(model.parameters()))
+    for x, y in data:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0].load_state_dict(net()[0].state_dict())  # type: ignore[index]
+        break
+    dt.sync()
+    first = [p.detach().clone() for p in model.parameters()][:2]
+    assert spread(model) == 0 and all(map(torch.equal, first, list(net().parameters())[:2])), "a load is no movement"
+    release()
+    for plan in ("wire=topk(0.1)", "wire=powersgd(rank=1)"):
+        model, step = stepping(plan)
+        for number in range(6):
+            step(number, factor=float("inf") if number == 2 else 1.0)
+        assert all(torch.isfinite(p).all() for p in model.parameters()), f"{plan}: an overflow stays"
+        release()
+    model, step = stepping("delay=1")
+    for number in range(3):
+        step(number)
+    dt.save(folder / "late")
+    for number in range(3, 6):
+        step(number)
+    truth = [p.detach().clone() for p in model.parameters()]
+    dt.load(folder / "late")
+    for number in range(3, 6):
+        step(number)
+    assert all(map(torch.equal, truth, model.parameters())), "delay=1: what travels at dt.load is taken for new"
     release()
 
 
@@ -309,15 +357,16 @@ def saved(folder: Path) -> None:
         release()
 
 
-def stepping(plan: str) -> tuple[nn.Module, Callable[[int], None]]:
+def stepping(plan: str) -> tuple[nn.Module, Callable[..., None]]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
     model, optimizer = dt.distribute(model, adam(model), plan=plan)
 
-    def step(number: int) -> None:
+    def step(number: int, factor: float = 1.0) -> None:
         x = torch.randn(4, 40, generator=torch.Generator().manual_seed(100 * number + dt.rank()))
-        model(x).square().mean().backward()
-        optimizer.step()
+        (model(x).square().mean() * factor).backward()
+        if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):
+            optimizer.step()
         optimizer.zero_grad()
 
     return model, step
@@ -360,6 +409,7 @@ def main(what: str, folder: Path, words: Sequence[str]) -> None:
         follows()
     else:
         saved(folder)
+        disturbed(folder)
     dt.print(f"{what} as written out")
 
 
