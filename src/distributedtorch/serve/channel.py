@@ -51,7 +51,7 @@ class Message:
         """As it is sent; tensors are not copied."""
         size = 0 if self.content is None else self.content.numel()
         head = _HEADER.pack(_MAGIC, _VERSION, self.kind, self.worker, size, self.step, self.version, self.serial)
-        return [head] if self.content is None else [head, memoryview(self.content.numpy())]
+        return [head] if self.content is None else [head, memoryview(self.content.numpy())]  # type: ignore[arg-type]
 
 
 def read(frames: list[Any]) -> Message:
