@@ -6,6 +6,7 @@ in is run or unpickled: a header of 40 bytes says what the rest is, and anything
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -75,14 +76,13 @@ def read(frames: list[Any]) -> Message:
 
 def zmq() -> Any:
     """The library, where it is installed with CURVE."""
-    try:
+    with contextlib.suppress(ImportError):
         import zmq as found
-    except ImportError:
-        found = None
-    if found is None or not found.has("curve"):
-        given = "no pyzmq with CURVE keys in this environment"
-        raise LaunchError(explain(given, "pyzmq, for `server`", "pip install 'distributedtorch[server]'"))
-    return found
+
+        if found.has("curve"):
+            return found
+    given = "no pyzmq with CURVE keys in this environment"
+    raise LaunchError(explain(given, "pyzmq, for `server`", "pip install 'distributedtorch[server]'"))
 
 
 def keys() -> tuple[bytes, bytes]:
