@@ -95,7 +95,7 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     here().comm.alone = False
-    recipes.sync = lambda trained, word, world: recipes.SYNCS[word](trained, world)
+    recipes.sync = lambda trained, plan, world: recipes.SYNCS[plan.sync](trained, plan, world)
     rows, truth, first = [], weights("plain"), build("plain", exact=True)[1]
     assert all(not torch.equal(end, start) for end, start in zip(truth, first.parameters(), strict=True))
     for plan in PLANS:

@@ -268,9 +268,8 @@ def test_a_loader_that_cannot_be_met_is_refused(objects: Any, loader: Any) -> No
 
 
 @pytest.mark.parametrize("kind", ["server", "topk"])
-def test_a_strategy_that_is_not_built_is_refused(kind: str) -> None:
-    with pytest.raises(dt.PlanError, match="not built yet"):
-        dt.Strategy(kind)
+def test_a_strategy_of_another_kind(kind: str) -> None:
+    assert kind in str(dt.Strategy(kind).plan)
 
 
 def test_a_strategy_needs_its_scope() -> None:

@@ -22,9 +22,10 @@ import distributedtorch as dt
 from distributedtorch.checkpoint.plain import Packer
 from distributedtorch.core.world import here
 from distributedtorch.distribute import release
+from distributedtorch.menu import MENU
 from distributedtorch.recipes import SYNCS
 
-PLANS, DEVICE = tuple(SYNCS), os.environ.get("DEVICE", "cpu")
+PLANS, DEVICE = tuple(name for name in SYNCS if MENU[name].traits.exact), os.environ.get("DEVICE", "cpu")
 
 
 class Picture(nn.Module):
