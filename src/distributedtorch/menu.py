@@ -72,10 +72,10 @@ MENU: dict[str, Recipe] = {
         travels="2Ψ(N-1)/N for the part that moves at every step, for the rest at every k-th",
     ),
     "server": Recipe(
-        traits=Traits(exact=False, lockstep=False, owns="served", repeats=False),
-        summary="Workers push gradients to servers, which run the optimizer, and pull parameters.",
-        holds="parameters Ψ, gradients Ψ; servers together parameters 2Ψ, optimizer state K·Ψ",
-        travels="Ψ to the servers, Ψ from them",
+        traits=Traits(exact=False, lockstep=False, owns="served"),
+        summary="Workers push gradients to servers, which run the optimizer, or changes, and pull parameters.",
+        holds="parameters Ψ, gradients Ψ; servers together parameters 2Ψ, optimizer state K·Ψ, NΨ more with a wire",
+        travels="Ψ to the servers, Ψ from them; of tables with sparse gradients, rows; every k steps with every=k",
     ),
     "bf16": Recipe(
         traits=Traits(),
@@ -147,7 +147,7 @@ MENU: dict[str, Recipe] = {
         f"wire={name}": Recipe(
             traits=Traits(
                 exact=False,
-                accepts=("whole",) if name == "powersgd" else ("whole", "flat"),
+                accepts=("whole",) if name == "powersgd" else ("whole", "flat", "served"),
                 needs_repeats=True,
             ),
             summary=summary,

@@ -18,6 +18,7 @@ from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.wire import Code, Wire, travelling
 from distributedtorch.core.world import BEFORE_LEAVING, World
 from distributedtorch.launch.address import own_address
+from distributedtorch.serve.terms import Terms
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.diloco import Diloco
@@ -31,6 +32,7 @@ from distributedtorch.sync.memory import Memory, Replicated, Shown
 from distributedtorch.sync.once import OncePerHost
 from distributedtorch.sync.optimizers import owns_whole
 from distributedtorch.sync.server import Server
+from distributedtorch.sync.updates import Updates
 from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
 from distributedtorch.wire.cast import Bf16, Fp16
@@ -122,7 +124,9 @@ def _groups(trained: Trained, plan: Plan, world: World) -> Sync:
 
 def _server(trained: Trained, plan: Plan, world: World) -> Sync:
     host = "127.0.0.1" if world.local_size == world.size else own_address(os.environ["MASTER_ADDR"])
-    made = Server(trained, world.comm, host, **plan.options("server"))  # type: ignore[arg-type]
+    terms = Terms(**plan.options("server"))  # type: ignore[arg-type]
+    kind = Updates if terms.push == "updates" else Server
+    made = kind(trained, world.comm, host, wire(plan, world), terms)
     world.undo.append(made.close)
     BEFORE_LEAVING.append(made.close)
     return made

@@ -401,7 +401,15 @@ _ROWS = (
         "sync",
         "server(staleness=4)",
         "workers push gradients to servers and pull parameters at most so many versions old",
-        options={"staleness": Range(least=0), "ahead": Range(least=0), "servers": COUNT, "compensate": POSITIVE},
+        options={
+            "staleness": Range(least=0),
+            "ahead": Range(least=0),
+            "servers": COUNT,
+            "compensate": POSITIVE,
+            "rates": OneOf(names=("server", "own", "staleness")),
+            "push": OneOf(names=("gradients", "updates")),
+            "every": COUNT,
+        },
     ),
     _row(
         "sync",

@@ -164,10 +164,10 @@ class Line:
         self.socket.connect(where)
         self.greeted, self.serial, self.version = False, 0, 0
 
-    def say(self, kind: Kind, step: int = -1, content: Tensor | None = None) -> None:
-        """Send a message."""
+    def say(self, kind: Kind, step: int = -1, content: Tensor | None = None, *, held: int = -1) -> None:
+        """Send a message; `held`: the version that this worker has."""
         self.serial += 1
-        self.last = Message(kind=kind, worker=self.worker, step=step, serial=self.serial, content=content)
+        self.last = Message(kind=kind, worker=self.worker, step=step, version=held, serial=self.serial, content=content)
         self._send()
 
     def _send(self) -> None:

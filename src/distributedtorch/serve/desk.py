@@ -59,18 +59,20 @@ class Desk:
 
     def give(self, worker: int) -> None:
         """Send a worker the present version."""
-        content = self.shard.give(worker)
+        content = self.shard.give(worker, self.board.version)
         self.doors.say(worker, Message(kind=Kind.STATE, worker=worker, version=self.board.version, content=content))
 
     def _act(self, message: Message) -> None:
         board, worker = self.board, message.worker
         if message.kind is Kind.PULL:
+            self.shard.told(worker, message.version)
             board.pull(worker)
         elif message.kind is Kind.PUSH:
             if message.content is None:
                 raise Refused("a push without gradients")
-            self.shard.check(message.content)
-            board.push(worker, message.step, message.content)
+            brought = self.shard.read(worker, message.step, message.content)
+            self.shard.told(worker, message.version)
+            board.push(worker, message.step, brought)
         elif message.kind in (Kind.LEAVE, Kind.BYE):
             board.leave(worker, for_good=message.kind is Kind.BYE)
         else:

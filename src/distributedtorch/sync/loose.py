@@ -129,23 +129,27 @@ class Loose(Alone):
             yield f"buffer/{index}", buffer
 
     def consensus(self) -> dict[int, Tensor]:
-        """The mean of replicas; of what is no floating number, this rank's."""
-        found, names = {}, " ".join(name for name, _ in self._replica())
-        hashes = self.comm.exchange(f"{self.name}/names", torch.tensor(zlib.crc32(names.encode())))
-        if len(set(hashes.tolist())) > 1:
-            given = "the replicas' optimizers have state of different parameters: some were used on some ranks only"
-            do = "save when every rank has used them all, or freeze those that are not used"
-            raise CheckpointError(explain(given, "state of the same parameters on all ranks", do))
-        for _, value in self._replica():
-            if value.is_floating_point() and value.numel():
-                flat = value.detach().to("cpu").contiguous().view(-1).clone() / self.comm.world
-                bounds = [flat.numel() * k // self.comm.world for k in range(self.comm.world + 1)]
-                self.comm.all_reduce(f"{self.name}/mean", flat, bounds).wait()
-                found[id(value)] = flat.view(value.shape)
-        return found
+        return agreed(self.comm, self.name, list(self._replica()))
 
     def bytes_held(self) -> dict[str, int]:
         return {**super().bytes_held(), "left out": sum(map(bytes_of, self.wire.state().values()))}
+
+
+def agreed(comm: Comm, name: str, replica: Sequence[tuple[str, Tensor]]) -> dict[int, Tensor]:
+    """By the id of a tensor the mean of replicas; of what is no floating number, this rank's. A group call."""
+    found, names = {}, " ".join(one for one, _ in replica)
+    hashes = comm.exchange(f"{name}/names", torch.tensor(zlib.crc32(names.encode())))
+    if len(set(hashes.tolist())) > 1:
+        given = "the replicas' optimizers have state of different parameters: some were used on some ranks only"
+        do = "save when every rank has used them all, or freeze those that are not used"
+        raise CheckpointError(explain(given, "state of the same parameters on all ranks", do))
+    for _, value in replica:
+        if value.is_floating_point() and value.numel():
+            flat = value.detach().to("cpu").contiguous().view(-1).clone() / comm.world
+            bounds = [flat.numel() * k // comm.world for k in range(comm.world + 1)]
+            comm.all_reduce(f"{name}/mean", flat, bounds).wait()
+            found[id(value)] = flat.view(value.shape)
+    return found
 
 
 def average(comm: Comm, name: str, tensors: Sequence[Tensor]) -> None:
