@@ -33,6 +33,7 @@ TEXTS = {
     **{name: f"{name}(every={EVERY})" for name in ("local", "diloco", "groups", "gossip")},
     **{f"wire={name}": f"wire={name}({RATIO})" for name in ("topk", "randomk")},
     "wire=powersgd": f"wire=powersgd(rank={RANK})",
+    "server": "server(staleness=0)",
 }
 
 
@@ -73,6 +74,8 @@ def due(sync: str, psi: int, ranks: int) -> float:
     often = 1 / EVERY if "every" in sync else 1.0
     if sync.startswith("gossip"):
         return psi * often
+    if sync.startswith("server"):
+        return 2.0 * psi  # to and from a server, also beside one
     if sync.startswith("groups"):
         often = 1.0  # at first everything moves
     return 2 * psi * (ranks - 1) / ranks * often
