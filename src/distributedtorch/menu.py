@@ -159,7 +159,12 @@ MENU: dict[str, Recipe] = {
             ("fp16", "Numbers travel in float16, divided by the largest.", UNCHANGED, "half of it in float32"),
             ("int8", "Numbers travel in 8 bits, rounded at random.", UNCHANGED, "0.254 of it in float32"),
             ("sign", "Signs travel, and a scale per 2048 of them.", LEFT_OUT, "0.032 of it in float32"),
-            ("topk", "The largest numbers travel, a part r of them.", LEFT_OUT, "2r of it in float32"),
+            (
+                "topk",
+                "The largest numbers travel, a part r of them; with `hosts` across hosts only, of each host's sum.",
+                LEFT_OUT,
+                "2r of it in float32; with `hosts` that much from host to host, and all of it inside",
+            ),
             ("randomk", "Numbers at random places travel, a part r of them.", LEFT_OUT, "r of it"),
             (
                 "powersgd",

@@ -35,6 +35,7 @@ from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
 from distributedtorch.wire.cast import Bf16, Fp16
 from distributedtorch.wire.feedback import Coded
+from distributedtorch.wire.hosts import between_hosts
 from distributedtorch.wire.plain import Plain
 from distributedtorch.wire.powersgd import PowerSgd
 from distributedtorch.wire.quantize import Int8, Sign
@@ -157,13 +158,13 @@ CODES: dict[str, Callable[..., Code]] = {
 """Wire word -> the code it means; `powersgd` is none, it works on whole matrices."""
 
 
-def _code(plan: Plan) -> Code | None:
-    return None if plan.wire is None else CODES[plan.wire.name](**plan.options("wire"))
-
-
 def wire(plan: Plan, world: World) -> Wire:
     """How sums travel under a plan."""
-    if plan.wire is not None and plan.wire.name == "powersgd":
-        return PowerSgd(world.comm, **plan.options("wire"))  # type: ignore[arg-type]
-    code = _code(plan)
-    return Plain(world.comm) if code is None else Coded(world.comm, code)
+    options = plan.options("wire")
+    if plan.wire is None:
+        return Plain(world.comm)
+    if plan.wire.name == "powersgd":
+        return PowerSgd(world.comm, **options)  # type: ignore[arg-type]
+    across = options.pop("across", None)
+    code = CODES[plan.wire.name](**options)
+    return between_hosts(world.comm, code) if across else Coded(world.comm, code)

@@ -223,6 +223,7 @@ class Plan:
             *_clash_faults(self),
             *_unbuilt_faults(self.words),
             *_idle_faults(self),
+            *_across_faults(self),
             *_world_faults(self, world, local_world),
         ]
 
@@ -393,6 +394,14 @@ def _idle_faults(plan: Plan) -> Iterator[str]:
     if plan.get("block") and plan.sync != "zero3" and not plan.recompute:
         given = f"`{plan.get('block')}` under a plan that does nothing block by block"
         yield explain(given, BLOCKWISE, "add one of them, or leave it out")
+
+
+def _across_faults(plan: Plan) -> Iterator[str]:
+    word = plan.get("wire")
+    if word and _known(word) and "across" in plan.options("wire") and traits(plan.sync).owns == "flat":
+        needed = f"ranks that own {OWNING['whole']}; under `{plan.sync}` they own {OWNING['flat']}"
+        bare = Word("wire", value=Word(_inner(word).name, args=_inner(word).args[:1]))
+        yield explain(f"`{word}` with `{plan.sync}`", needed, f"write `{bare}`, or use ddp, local or diloco")
 
 
 def _world_faults(plan: Plan, world: int | None, local_world: int | None) -> Iterator[str]:
