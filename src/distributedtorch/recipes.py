@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.wire import Code, Wire, travelling
 from distributedtorch.core.world import BEFORE_LEAVING, World
 from distributedtorch.launch.address import own_address
+from distributedtorch.launch.ranks import KEPT_VARIABLE
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.diloco import Diloco
@@ -122,7 +124,9 @@ def _groups(trained: Trained, plan: Plan, world: World) -> Sync:
 
 def _server(trained: Trained, plan: Plan, world: World) -> Sync:
     host = "127.0.0.1" if world.local_size == world.size else own_address(os.environ["MASTER_ADDR"])
-    made = Server(trained, world.comm, host, **plan.options("server"))  # type: ignore[arg-type]
+    folder = os.environ.get(KEPT_VARIABLE)
+    kept = Path(folder) if folder else None
+    made = Server(trained, world.comm, host, kept=kept, **plan.options("server"))  # type: ignore[arg-type]
     world.undo.append(made.close)
     BEFORE_LEAVING.append(made.close)
     return made

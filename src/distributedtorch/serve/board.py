@@ -114,12 +114,16 @@ class Board:
             pushes, self.waiting = self.waiting[:count], self.waiting[count:]
             pushes.sort(key=lambda push: push.worker)
             self.apply(pushes)
-            self.version += 1
-            for push in pushes:
-                self.taken[push.worker] = push.step
-                self._say("apply", push.worker, push.step)
+            self.applied(pushes)
             self._answer([push.worker for push in pushes])
         self._answer([])
+
+    def applied(self, pushes: Sequence[Push]) -> None:
+        """A version has been made of some pushes."""
+        self.version += 1
+        for push in pushes:
+            self.taken[push.worker] = push.step
+            self._say("apply", push.worker, push.step)
 
     def _answer(self, workers: list[int]) -> None:
         """Answer at once, or when the slowest has come nearer."""

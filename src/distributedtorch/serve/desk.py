@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
+from typing import Any
 
-from distributedtorch.serve.board import Board, Refused
+from distributedtorch.serve.board import Board, Push, Refused
 from distributedtorch.serve.channel import Doors, Kind, Message, refusal
+from distributedtorch.serve.journal import Journal
 from distributedtorch.serve.shard import Shard
 
 _MS_BETWEEN_LOOKS = 200
@@ -15,9 +18,19 @@ _MS_BETWEEN_LOOKS = 200
 class Desk:
     """One server beside a rank."""
 
-    def __init__(self, shard: Shard, doors: Doors, *, staleness: int | None, ahead: int | None) -> None:
-        self.shard, self.doors = shard, doors
-        self.board = Board(len(doors.workers), shard.apply, self.give, staleness=staleness, ahead=ahead)
+    def __init__(
+        self,
+        shard: Shard,
+        doors: Doors,
+        *,
+        staleness: int | None,
+        ahead: int | None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.shard, self.doors, self.journal = shard, doors, journal
+        self.board = Board(len(doors.workers), self._apply, self.give, staleness=staleness, ahead=ahead)
+        self.restored = journal is not None and self._restore(journal)
+        """Whether it goes on from what an earlier start of the job has applied."""
         self.gone: set[int] = set()
         self.failed: Exception | None = None
         self.lock = threading.Lock()
@@ -29,6 +42,36 @@ class Desk:
         """End when every worker has said that it is done."""
         self.thread.join()
         self.doors.close()
+        if self.journal is not None:
+            self.journal.close()
+
+    def refill(self) -> None:
+        """Take over what was put into the user's objects."""
+        with self.lock:
+            self.shard.refill()
+            if self.journal is not None:
+                self.journal.begin(self.board.version, self._state())
+
+    def _restore(self, journal: Journal) -> bool:
+        found = journal.found()
+        if found is not None:
+            state, rounds = found
+            self.shard.take_state(state["shard"])
+            self.board.version, self.board.taken = state["version"], dict(state["taken"])
+            for one in rounds:
+                self.shard.apply(one.pushes, one.options)
+                self.board.applied(one.pushes)
+        journal.begin(self.board.version, self._state())
+        return found is not None
+
+    def _state(self) -> dict[str, Any]:
+        return {"version": self.board.version, "taken": self.board.taken, "shard": self.shard.state()}
+
+    def _apply(self, pushes: Sequence[Push]) -> None:
+        pushes = [self.shard.compensated(push) for push in pushes]
+        if self.journal is not None:
+            self.journal.write(pushes, self.shard.options())
+        self.shard.apply(pushes)
 
     def _run(self) -> None:
         while len(self.gone) < len(self.doors.workers):
@@ -37,6 +80,8 @@ class Desk:
                 if message is not None:
                     with self.lock:
                         self._answer(message)
+                        if self.journal is not None and self.journal.full:
+                            self.journal.begin(self.board.version, self._state())
             except Exception as error:  # the user's optimizer, or the channel: every worker is to hear of it
                 self.failed = error
                 for worker in self.doors.names:
@@ -60,7 +105,8 @@ class Desk:
     def give(self, worker: int) -> None:
         """Send a worker the present version."""
         content = self.shard.give(worker)
-        self.doors.say(worker, Message(kind=Kind.STATE, worker=worker, version=self.board.version, content=content))
+        step, version = self.board.taken[worker], self.board.version
+        self.doors.say(worker, Message(kind=Kind.STATE, worker=worker, step=step, version=version, content=content))
 
     def _act(self, message: Message) -> None:
         board, worker = self.board, message.worker

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,11 +105,18 @@ class Shard:
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 raise Refused(f"the gradient of parameter {number} of this server has NaN or infinite numbers")
 
-    def apply(self, pushes: Sequence[Push]) -> None:
-        """One step with the mean of what was pushed."""
-        for group, user in zip(self.optimizer.param_groups, self.user.param_groups, strict=True):
-            group.update({key: value for key, value in user.items() if key != "params"})
-        grads = [self._compensated(push) for push in pushes]
+    def options(self) -> list[dict[str, Any]]:
+        """The user's options of each group at present, as far as they are numbers, words or lists of them."""
+        return [
+            {key: plain for key, value in group.items() if (plain := _plain(value)) is not _NOT_PLAIN}
+            for group in self.user.param_groups
+        ]
+
+    def apply(self, pushes: Sequence[Push], options: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """One step with the mean of what was pushed, with the user's present options or with those given."""
+        for group, new in zip(self.optimizer.param_groups, options or self.user.param_groups, strict=True):
+            group.update({key: _tuples(value) for key, value in new.items() if key != "params"})
+        grads = [self.layout.unpack(push.content) for push in pushes]
         for index, master in enumerate(self.masters):
             mine = [grad for one in grads if (grad := one[index]) is not None]
             master.grad = None
@@ -120,23 +128,55 @@ class Shard:
         self.optimizer.step()
         self.message = self.layout.pack(self.masters)
 
-    def _compensated(self, push: Push) -> list[Tensor | None]:
+    def compensated(self, push: Push) -> Push:
         """Gradients moved to the present parameters to first order, the square of the gradient for the curvature."""
-        grads = self.layout.unpack(push.content)
         before = self.given.get(push.worker)
         if not self.compensate or before is None:
-            return grads
+            return push
+        grads = self.layout.unpack(push.content)
         moved = [master.detach() - old for master, old in zip(self.masters, self.layout.views(before), strict=True)]
-        return [
+        there = [
             None if grad is None else grad + self.compensate * grad.square() * move
             for grad, move in zip(grads, moved, strict=True)
         ]
+        return replace(push, content=self.layout.pack(there))
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is kept here."""
+        found = [self.optimizer.state.get(master, {}) for master in self.masters]
+        return {"parameters": [master.detach() for master in self.masters], "optimizer": found}
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.optimizer.state = defaultdict(dict)
+        for master, values, found in zip(self.masters, state["parameters"], state["optimizer"], strict=True):
+            master.data.copy_(values)
+            if found:
+                self.optimizer.state[master] = found
+        self.message = self.layout.pack(self.masters)
 
     def give(self, worker: int) -> Tensor:
         """The present version, for a worker."""
         if self.compensate:
             self.given[worker] = self.message
         return self.message
+
+
+_NOT_PLAIN = object()
+
+
+def _plain(value: Any) -> Any:
+    """An option that can be written down, or `_NOT_PLAIN`."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        parts = [_plain(part) for part in value]
+        return _NOT_PLAIN if any(part is _NOT_PLAIN for part in parts) else parts
+    return value if value is None or isinstance(value, bool | int | float | str) else _NOT_PLAIN
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _copied(state: Any, device: torch.device) -> Any:

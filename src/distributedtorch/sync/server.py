@@ -10,6 +10,8 @@ Travels per step and worker: Psi to the servers and Psi back.
 `staleness=s`: a push is computed from parameters that are at most s versions old, others wait; s=0 is the round in
 which all pushes are averaged, the result of ddp. `ahead=s`: a worker more than s steps ahead of the slowest waits.
 Without either, nobody waits. `clip` acts on each worker's gradient, BatchNorm on each worker's rows.
+Under `dtorch run --restarts` servers keep what they have applied in the run folder: when a rank is killed and all are
+started again, no push that was answered is lost and none counts twice, whatever checkpoint the workers go on from.
 Use it when ranks differ in speed from step to step; where all are alike, ddp is faster.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from distributedtorch.core.sync import Kept, Trained
 from distributedtorch.serve.board import Refused
 from distributedtorch.serve.channel import Doors, Kind, Line, keys
 from distributedtorch.serve.desk import Desk
+from distributedtorch.serve.journal import Journal
 from distributedtorch.serve.shard import Layout, Shard
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.gradient import Held
@@ -53,9 +57,12 @@ class Server(Alone):
         ahead: int | None = None,
         servers: int = 1,
         compensate: float = 0.0,
+        kept: Path | None = None,
     ) -> None:
         super().__init__(trained.params, trained.names, trained.optimizer, comm)
         self.name, self.step, self.staleness = f"server/{trained.name}", 0, staleness
+        self.restored, self.fresh = False, True
+        """Whether servers go on from an earlier start of the job, and whether this worker has not pushed yet."""
         self.parts = divided(self.params, servers)
         """For each server the numbers of its parameters."""
         self.layouts = [Layout([self.params[k] for k in part]) for part in self.parts]
@@ -63,7 +70,7 @@ class Server(Alone):
         pair = keys()
         self.held = [self._held(index) for index in range(len(self.params))]
         self.take_state()
-        self.lines = self._meet(host, pair, ahead, compensate)
+        self.lines = self._meet(host, pair, ahead, compensate, kept)
         self.closed = False
         self.refilled = False
         """Whether values were put into parameters or optimizer from outside, for the servers to take over."""
@@ -76,19 +83,23 @@ class Server(Alone):
         self.hooks += watch_loads(self.models, self.loaded)
         self.versions = [param._version for param in self.params]
 
-    def _meet(self, host: str, pair: tuple[bytes, bytes], ahead: int | None, compensate: float) -> list[Line]:
+    def _meet(
+        self, host: str, pair: tuple[bytes, bytes], ahead: int | None, compensate: float, kept: Path | None
+    ) -> list[Line]:
         """Open this rank's server, if it has one, and lines to all."""
         comm, card = self.comm, {"key": pair[0].decode()}
         public = [json.loads(one)["key"] for one in comm.bytes_of_all(f"{self.name}/keys", json.dumps(card).encode())]
-        where = ""
+        door: dict[str, Any] = {}
         if comm.rank < len(self.parts):
             mine = [self.params[k] for k in self.parts[comm.rank]]
             shard = Shard(mine, self.optimizer, compensate)
             doors = Doors(host, pair, {key.encode(): rank for rank, key in enumerate(public)}, shard.layout.bytes)
-            self.desk = Desk(shard, doors, staleness=self.staleness, ahead=ahead)
-            where = f"tcp://{host}:{doors.port}"
-        doors_of = [one.decode() for one in comm.bytes_of_all(f"{self.name}/doors", where.encode())]
-        return [Line(comm.rank, doors_of[k], pair, public[k].encode()) for k in range(len(self.parts))]
+            journal = None if kept is None else Journal(kept / self.name.replace("/", ".") / str(comm.rank))
+            self.desk = Desk(shard, doors, staleness=self.staleness, ahead=ahead, journal=journal)
+            door = {"where": f"tcp://{host}:{doors.port}", "restored": self.desk.restored}
+        all_doors = [json.loads(one) for one in comm.bytes_of_all(f"{self.name}/doors", json.dumps(door).encode())]
+        self.restored = any(one.get("restored") for one in all_doors)
+        return [Line(comm.rank, all_doors[k]["where"], pair, public[k].encode()) for k in range(len(self.parts))]
 
     def _held(self, index: int) -> Held:
         """Who has the optimizer's state of a parameter."""
@@ -130,6 +141,7 @@ class Server(Alone):
                 said = said or str(error)
                 continue
             assert message.content is not None
+            self.step = max(self.step, message.step)  # after a new start of the job: where this worker was
             self.comm.count_sent("pull", layout.bytes)
             for number, values in zip(part, layout.views(message.content), strict=True):
                 self.params[number].detach().copy_(values)
@@ -150,7 +162,7 @@ class Server(Alone):
             if param._version != version:
                 raise UsageError(_edited(name))
         self.step += 1
-        self.pulled = False
+        self.pulled = self.fresh = False
         for line, part, layout in zip(self.lines, self.parts, self.layouts, strict=True):
             message = layout.pack([dense[number] for number in part])
             self.comm.count_sent("push", message.numel())
@@ -182,7 +194,10 @@ class Server(Alone):
         self.comm.barrier(f"{self.name}/settled")
 
     def loaded(self) -> None:
-        self.refilled = True
+        if not (self.restored and self.fresh):  # after a new start of the job the servers have what came later
+            self.refilled = True
+        else:
+            self.pulled = False
 
     def _take_over(self) -> None:
         """Let the servers have what was put into the user's objects, on all ranks. A group call, if so."""
@@ -190,8 +205,7 @@ class Server(Alone):
             self.refilled = self.used = False
             self.comm.barrier(f"{self.name}/load")
             if self.desk is not None:
-                with self.desk.lock:
-                    self.desk.shard.refill()
+                self.desk.refill()
             self.comm.barrier(f"{self.name}/loaded")
 
     def consensus(self) -> dict[int, torch.Tensor]:
@@ -208,7 +222,7 @@ class Server(Alone):
 
     def take_state(self) -> None:
         divide_state(self.optimizer, self.params, self.held, whole=True)
-        self.refilled = True
+        self.loaded()
 
     def close(self) -> None:
         """Tell the servers that this worker is done; a rank with a server waits until all are."""
