@@ -40,7 +40,7 @@ bench-loose: .venv/.ready    ## servers, wires and replicas that step alone: sta
 	$(BIN)/python -m benchmarks.server_faults
 	$(BIN)/python -m benchmarks.wire_bytes
 	$(BIN)/python -m benchmarks.convergence
-	$(BIN)/python -m benchmarks.convergence --plans ddp 'diloco(every=100)' --seeds 5
+	$(BIN)/python -m benchmarks.convergence --plans ddp 'diloco(every=100)' --seeds 5 --steps 2000
 
 OUT ?= .
 bench-gpu:                  ## on a machine with a GPU and torch: every GPU script, results in OUT; about half an hour
