@@ -37,9 +37,10 @@ bench-exchange: .venv/.ready ## the exchange alone beside gloo, Open MPI, DeepSp
 
 bench-loose: .venv/.ready    ## servers, wires and replicas that step alone: staleness, bytes by the interface, convergence (root for a namespace)
 	$(BIN)/python -m benchmarks.staleness
+	$(BIN)/python -m benchmarks.server_faults
 	$(BIN)/python -m benchmarks.wire_bytes
 	$(BIN)/python -m benchmarks.convergence
-	$(BIN)/python -m benchmarks.convergence --plans ddp 'diloco(every=100)' --seeds 5
+	$(BIN)/python -m benchmarks.convergence --plans ddp 'diloco(every=100)' --seeds 5 --steps 2000
 
 OUT ?= .
 bench-gpu:                  ## on a machine with a GPU and torch: every GPU script, results in OUT; about half an hour

@@ -121,7 +121,7 @@ class Bed:
         """Lose so many of 100 packets, by chance, on each way; 0: none."""
         chain = "chain arriving { type filter hook input priority 0; "
         chain += f'iifname "{INTERFACE}" numgen random mod 10000 < {round(100 * percent)} drop; }}'
-        rules = "add table ip bed; delete table ip bed;" + (f" table ip bed {{ {chain} }}" if percent else "")
+        rules = "add table ip bed; delete table ip bed;" + (f" table ip bed {{ {chain}\n}}" if percent else "")
         for space in self._hosts:
             space.configure("nft -f -", rules + "\n")
 

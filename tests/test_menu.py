@@ -70,6 +70,33 @@ def test_refused_pairs(pair: tuple[str, str]) -> None:
     assert verdict.startswith("refused: ")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("server(every=4)", "`push=updates` with it"),
+        ("server(push=gradients,every=4)", "`push=updates` with it"),
+        ("server(push=updates,compensate=0.1)", "leave compensate or push=updates out"),
+        ("server(push=updates,rates=own)", "leave rates or push=updates out"),
+        ("server(rates=mine)", "server or own or staleness"),
+        ("server,wire=powersgd(rank=2)", "ranks that own whole tensors"),
+    ],
+)
+def test_what_servers_cannot_be_told(text: str, said: str) -> None:
+    assert any(said in fault for fault in Plan.parse(text).faults()), Plan.parse(text).faults()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "server(staleness=2,compensate=0.1,rates=own),wire=topk(0.1)",
+        "server(staleness=0,push=updates,every=4),wire=int8",
+        "server(rates=staleness,push=gradients)",
+    ],
+)
+def test_what_servers_can_be_told(text: str) -> None:
+    assert Plan.parse(text).faults() == [] and str(Plan.parse(text)).startswith("server(")
+
+
 def test_named_pair_test_exists() -> None:
     assert menu.PAIR_TEST is None or (ROOT / menu.PAIR_TEST.split("::")[0]).exists()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 
@@ -62,7 +62,7 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     number = str(len(world.loop.members))
     rows, dense = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]
     syncs: list[Sync] = []
-    if (rows and plan.get("delay")) or (plan.sync == "server" and isinstance(given, SparseAdam) and world.size > 1):
+    if rows and plan.get("delay"):
         do = "sparse=False, or another plan"
         raise UsageError(explain(f"sparse gradients under {plan}", "a plan that exchanges rows at once", do))
     if dense or not rows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from distributedtorch.core.sync import Kept, leaves
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.loader import Loader
 from distributedtorch.data.stream import as_plain, capture
+from distributedtorch.replicas import BUCKET_BYTES
 from distributedtorch.run import RUN
 from distributedtorch.sync import divided
 
@@ -216,7 +218,8 @@ def forgotten(more: Iterable[object]) -> Iterator[str]:
 
 def _head() -> dict[str, Any]:
     versions = {"distributedtorch": sys.modules["distributedtorch"].__version__, "torch": torch.__version__}
-    return {"versions": versions, "plan": str(RUN.plan), "world": here().size, "step": here().loop.steps}
+    head = {"versions": versions, "plan": str(RUN.plan), "world": here().size, "step": here().loop.steps}
+    return {**head, "bucket bytes": os.environ.get(BUCKET_BYTES)}
 
 
 def _random() -> dict[str, Any]:

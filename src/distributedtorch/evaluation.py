@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
+from distributedtorch import report
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.world import World, here
@@ -30,6 +31,7 @@ from distributedtorch.score import choice
 from distributedtorch.score.batch import Step, forward, pair
 from distributedtorch.score.figure import Every, Figure, Measure, checked
 from distributedtorch.score.parcel import gather, join, split
+from distributedtorch.sync.loose import Loose
 
 Choose = Callable[[Any, Any], dict[str, Figure]]
 """The figures to report, from the first batch's output and target."""
@@ -94,6 +96,7 @@ def scores(model: nn.Module, loader: Any, measure: Measure, *, step: Step | None
 def _run(model: nn.Module, loader: Any, choose: Choose, step: Step | None, names: list[str]) -> dict[str, Any]:
     world = join_world()
     _check_model(model, world.size)
+    _note_replicas(model, world)
     figures: dict[str, Figure] = {}
     batches = 0
     with _unmoved(loader, world) as (divided, shares), _evaluating(model), torch.no_grad():
@@ -183,6 +186,16 @@ def _check_model(model: Any, world: int) -> None:
         if world > 1 and isinstance(module, _BatchNorm) and module.running_mean is None:
             given = f"module {name!r} normalises with the present batch also in eval mode (track_running_stats=False)"
             raise UsageError(explain(given, "outputs that depend on one sample each", "keep running statistics"))
+
+
+def _note_replicas(model: nn.Module, world: World) -> None:
+    """Say once that replicas which step alone are scored as they are."""
+    mine = {id(param) for param in model.parameters()}
+    for sync in [member.sync for member in world.loop.members]:
+        if isinstance(sync, Loose) and sync.differ and not sync.told and any(id(p) in mine for p in sync.params):
+            sync.told = True
+            said = "each rank's rows are scored by its own replica, and replicas differ now"
+            report.say(world, f"evaluation: {said}; call dt.sync() first to score what they stand for together")
 
 
 def _card(model: nn.Module, loader: Loader, names: list[str]) -> dict[str, Any]:

@@ -72,10 +72,10 @@ MENU: dict[str, Recipe] = {
         travels="2Ψ(N-1)/N for the part that moves at every step, for the rest at every k-th",
     ),
     "server": Recipe(
-        traits=Traits(exact=False, lockstep=False, owns="served", repeats=False),
-        summary="Workers push gradients to servers, which run the optimizer, and pull parameters.",
-        holds="parameters Ψ, gradients Ψ; servers together parameters 2Ψ, optimizer state K·Ψ",
-        travels="Ψ to the servers, Ψ from them",
+        traits=Traits(exact=False, lockstep=False, owns="served"),
+        summary="Workers push gradients to servers, which run the optimizer, or changes, and pull parameters.",
+        holds="parameters Ψ, gradients Ψ; servers together parameters 2Ψ, optimizer state K·Ψ, NΨ more with a wire",
+        travels="Ψ to the servers, Ψ from them; of tables with sparse gradients, rows; every k steps with every=k",
     ),
     "bf16": Recipe(
         traits=Traits(),
@@ -147,7 +147,7 @@ MENU: dict[str, Recipe] = {
         f"wire={name}": Recipe(
             traits=Traits(
                 exact=False,
-                accepts=("whole",) if name == "powersgd" else ("whole", "flat"),
+                accepts=("whole",) if name == "powersgd" else ("whole", "flat", "served"),
                 needs_repeats=True,
             ),
             summary=summary,
@@ -159,7 +159,12 @@ MENU: dict[str, Recipe] = {
             ("fp16", "Numbers travel in float16, divided by the largest.", UNCHANGED, "half of it in float32"),
             ("int8", "Numbers travel in 8 bits, rounded at random.", UNCHANGED, "0.254 of it in float32"),
             ("sign", "Signs travel, and a scale per 2048 of them.", LEFT_OUT, "0.032 of it in float32"),
-            ("topk", "The largest numbers travel, a part r of them.", LEFT_OUT, "2r of it in float32"),
+            (
+                "topk",
+                "The largest numbers travel, a part r of them; with `hosts` across hosts only, of each host's sum.",
+                LEFT_OUT,
+                "2r of it in float32; with `hosts` that much from host to host, and all of it inside",
+            ),
             ("randomk", "Numbers at random places travel, a part r of them.", LEFT_OUT, "r of it"),
             (
                 "powersgd",

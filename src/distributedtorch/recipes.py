@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import nn
 
@@ -18,6 +19,9 @@ from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.wire import Code, Wire, travelling
 from distributedtorch.core.world import BEFORE_LEAVING, World
 from distributedtorch.launch.address import own_address
+from distributedtorch.launch.ranks import KEPT_VARIABLE
+from distributedtorch.report import say
+from distributedtorch.serve.terms import Terms
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.diloco import Diloco
@@ -31,10 +35,12 @@ from distributedtorch.sync.memory import Memory, Replicated, Shown
 from distributedtorch.sync.once import OncePerHost
 from distributedtorch.sync.optimizers import owns_whole
 from distributedtorch.sync.server import Server
+from distributedtorch.sync.updates import Updates
 from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
 from distributedtorch.wire.cast import Bf16, Fp16
 from distributedtorch.wire.feedback import Coded
+from distributedtorch.wire.hosts import between_hosts
 from distributedtorch.wire.plain import Plain
 from distributedtorch.wire.powersgd import PowerSgd
 from distributedtorch.wire.quantize import Int8, Sign
@@ -122,10 +128,21 @@ def _groups(trained: Trained, plan: Plan, world: World) -> Sync:
 
 def _server(trained: Trained, plan: Plan, world: World) -> Sync:
     host = "127.0.0.1" if world.local_size == world.size else own_address(os.environ["MASTER_ADDR"])
-    made = Server(trained, world.comm, host, **plan.options("server"))  # type: ignore[arg-type]
+    terms = Terms(**plan.options("server"))  # type: ignore[arg-type]
+    kind = Updates if terms.push == "updates" else Server
+    folder = os.environ.get(KEPT_VARIABLE)
+    made = kind(trained, world.comm, host, wire(plan, world), terms, kept=Path(folder) if folder else None)
+    if made.found:
+        say(world, _restored(made.found))
     world.undo.append(made.close)
     BEFORE_LEAVING.append(made.close)
     return made
+
+
+def _restored(versions: list[int]) -> str:
+    at = " and ".join(map(str, versions))
+    text = f"servers go on from version {at}; what is loaded before the first step does not replace that"
+    return text + ("; a push under way had reached only some of them" if len(set(versions)) > 1 else "")
 
 
 def sync(trained: Trained, plan: Plan, world: World) -> Sync:
@@ -157,13 +174,13 @@ CODES: dict[str, Callable[..., Code]] = {
 """Wire word -> the code it means; `powersgd` is none, it works on whole matrices."""
 
 
-def _code(plan: Plan) -> Code | None:
-    return None if plan.wire is None else CODES[plan.wire.name](**plan.options("wire"))
-
-
 def wire(plan: Plan, world: World) -> Wire:
     """How sums travel under a plan."""
-    if plan.wire is not None and plan.wire.name == "powersgd":
-        return PowerSgd(world.comm, **plan.options("wire"))  # type: ignore[arg-type]
-    code = _code(plan)
-    return Plain(world.comm) if code is None else Coded(world.comm, code)
+    options = plan.options("wire")
+    if plan.wire is None:
+        return Plain(world.comm)
+    if plan.wire.name == "powersgd":
+        return PowerSgd(world.comm, **options)  # type: ignore[arg-type]
+    across = options.pop("across", None)
+    code = CODES[plan.wire.name](**options)
+    return between_hosts(world.comm, code) if across else Coded(world.comm, code)

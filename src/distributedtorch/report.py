@@ -14,6 +14,7 @@ from distributedtorch.data.loader import Loader
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import log_folder
 from distributedtorch.sync.divided import ALL
+from distributedtorch.wire.hosts import spoken
 
 _THREADS = {"divided": " (cores divided by workers)", "forked": " (a forked process can have no more)"}
 
@@ -53,6 +54,7 @@ def parts(
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
     if world.size > 1:
         said.append(f"{_exchange(world)} on {_devices(world)}")
+        said += [f"wire {spoken(world.comm)}"] if "across" in plan.options("wire") else []
         said += [f"blocks through host memory ({reason})" for reason in _unreached()]
         divided = _THREADS.get(os.environ.get("DISTRIBUTEDTORCH_THREADS", ""), "")
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")

@@ -14,21 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distributedtorch import replicas
 from distributedtorch.attach import own_randomness
-from distributedtorch.checkpoint.index import Entry, Reader
+from distributedtorch.checkpoint.index import Reader
 from distributedtorch.checkpoint.plain import unpack
 from distributedtorch.contents import batches_of, kept_of, keys_of, kind_of, not_row_major, own_way, schedulers
 from distributedtorch.core.bucket import once
-from distributedtorch.core.errors import CheckpointError, PlanError, explain
-from distributedtorch.core.plan import Plan
+from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Kept
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.stream import State, from_plain, install
+from distributedtorch.looks import difference, looks
 from distributedtorch.run import RUN
 from distributedtorch.sync import divided
 from distributedtorch.sync import once as once_per_host
-
-_SHOWN = 5
 
 
 class Stored:
@@ -64,12 +63,12 @@ class Stored:
         return "" if self.part else self._other_misfit()
 
     def _looks_here(self, model: nn.Module) -> dict[str, str]:
-        return {name: _looks(value) for name, value in model.state_dict(keep_vars=True).items()}
+        return {name: looks(value) for name, value in model.state_dict(keep_vars=True).items()}
 
     def _looks_saved(self, state: dict[str, Any]) -> dict[str, str]:
         entries = self.reader.index.tensors
         return {
-            name: _looks(entries[value["$tensor"]]) if isinstance(value, dict) and "$tensor" in value else _looks(value)
+            name: looks(entries[value["$tensor"]]) if isinstance(value, dict) and "$tensor" in value else looks(value)
             for name, value in state.items()
         }
 
@@ -158,7 +157,7 @@ class Stored:
         if scale is not None and self.run["loss scale"] is not None:
             scale.load_state_dict(self.run["loss scale"])
         here().loop.steps = self.step
-        self._replicas()
+        replicas.take_over(self.reader)
         self._random()
 
     def _models(self) -> None:
@@ -256,21 +255,6 @@ class Stored:
         stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as torch's own loading has it
         return found if stays else found.to(param.device)
 
-    def _replicas(self) -> None:
-        """What this rank alone had, where it goes on under the plan and in the world that it was saved in."""
-        content = self.reader.index.content
-        try:
-            plan = Plan.parse(content["plan"])
-        except PlanError:  # imported
-            return
-        if here().size != content["world"] or RUN.plan is None or not plan.same_exchange(RUN.plan):
-            return
-        for number, member in enumerate(here().loop.members):
-            prefix = f"rank.{here().rank}/sync.{number}/"
-            mine = {key.removeprefix(prefix) for key in self.reader.index.tensors if key.startswith(prefix)}
-            if mine:
-                member.sync.take_own_state({name: self.reader.whole(prefix + name) for name in sorted(mine)})
-
     def _random(self) -> None:
         """The order of data goes on; each rank's own numbers too, where it had any."""
         if self.order is None:  # imported, or a part: it has no random states, and the run keeps its own
@@ -322,31 +306,7 @@ def _groups(kind: str, names: list[list[str]]) -> str:
     return f"{kind} over {said} parameters" if names else kind
 
 
-def difference(have: dict[str, str], saved: dict[str, str]) -> list[str]:
-    """How two states differ, in a few lines."""
-    found = {
-        "missing in the checkpoint": [name for name in have if name not in saved],
-        "not in the model": [name for name in saved if name not in have],
-        "of another shape or type": [
-            f"{name} (saved {saved[name]}, here {have[name]})"
-            for name in have
-            if name in saved and saved[name] != have[name]
-        ],
-    }
-    return [
-        f"    {what}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
-        for what, names in found.items()
-        if names
-    ]
-
-
 def _not_taken_back(name: str, one: object, error: Exception) -> str:
     said = f"load_state_dict of state={{{name!r}: a {kind_of(one)}}} has raised {type(error).__name__}: {error}"
     do = "mend it, and start again: this run's state is partly changed"
     return explain(said, "an object that takes back what its state_dict gave", do)
-
-
-def _looks(value: Any) -> str:
-    if not isinstance(value, Tensor | Entry):
-        return "something else than a tensor"
-    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

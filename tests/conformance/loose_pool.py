@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from distributedtorch.sync.gossip import Gossip
 from distributedtorch.sync.groups import Groups
 from distributedtorch.sync.local import Local
 from distributedtorch.sync.loose import Loose
+from distributedtorch.sync.rounds import Rounds
 from tests.conformance.loops import rows
 
 EPOCHS = 3
@@ -291,10 +293,10 @@ def disturbed(folder: Path) -> None:
 
 def follows() -> None:
     """The period follows the drift, and `dt.sync` makes replicas the same."""
-    for most, grows in ((1e3, True), (1e-9, False)):
-        distributed(net(), adam, f"local(every=4,drift={most})")
+    for word, most in product(("local", "diloco"), (1e3, 1e-9)):
+        distributed(net(), adam, f"{word}(every=4,drift={most})")
         sync = here().loop.members[0].sync
-        assert isinstance(sync, Local) and (sync.period > 4) is grows and (sync.period < 4) is not grows, sync.period
+        assert isinstance(sync, Rounds) and (sync.period > 4 if most > 1 else sync.period < 4), (word, sync.period)
         assert sync.drift is not None and dt.stats().drift == sync.drift > 0
         release()
     for plan in ("local(every=100)", "diloco(every=100)", "gossip(every=100)"):

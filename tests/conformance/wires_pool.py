@@ -139,8 +139,8 @@ class Factored:
         return first @ self.second[key].T
 
 
-def net() -> nn.Module:
-    torch.manual_seed(1)
+def net(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(48, 50), nn.Tanh(), nn.Linear(50, 3))
 
 
@@ -165,31 +165,31 @@ def gradients(model: nn.Module, step: int) -> list[list[Tensor]]:
     return out
 
 
-def truth(wire: str) -> list[Tensor]:
-    """ddp with a wire."""
-    model, world = net(), dt.world()
+def truth(wire: str, by_hand: ByHand | None = None, *, number: int = 0) -> list[Tensor]:
+    """ddp with a wire; `number`: of the optimizer."""
+    model, world = net(1 + number), dt.world()
     params = list(model.parameters())[::-1]
     optimizer = adam(model)
     rank = int(wire[-2]) if wire.startswith("powersgd") else 0
     like = PowerSgd(here().comm, rank) if rank else Coded(here().comm, None)  # type: ignore[arg-type]
     lossy, feedback = CODES.get(wire, (bf16, False))
-    by_hand, factored = ByHand(lossy, feedback=feedback), Factored(rank)
+    by_hand, factored = by_hand or ByHand(lossy, feedback=feedback), Factored(rank)
     for step in range(STEPS):
         every = gradients(model, step)
-        for number, slab in enumerate(travelling(params, like, world)):
+        for place, slab in enumerate(travelling(params, like, world)):
             flats = [laid_out(slab.numel, slab.slots, grads) for grads in every]
             if rank:
                 total = sum(flats)
                 for slot in slab.slots:
                     matrices = [slot.view(flat) for flat in flats]
                     if rank * sum(matrices[0].shape) < slot.numel and matrices[0].dim() > 1:
-                        slot.view(total).copy_(factored(f"gradients/0/{number}.0/{slot.index}", matrices))
+                        slot.view(total).copy_(factored(f"gradients/{number}/{place}.0/{slot.index}", matrices))
             elif all(slot.numel < 1024 for slot in slab.slots):
                 total = sum(flats)
             else:
                 total = torch.zeros(slab.numel)
                 for k, bucket in enumerate(slab.buckets):
-                    found = by_hand(f"gradients/0/{number}.{k}", step + 1, flats, bucket.bounds)
+                    found = by_hand(f"gradients/{number}/{place}.{k}", step + 1, flats, bucket.bounds)
                     span = slice(bucket.bounds[0], bucket.bounds[-1])
                     total[span] = found[span]
             for slot in slab.slots:
@@ -249,14 +249,15 @@ def divided(wire: str, *, whole: bool = False) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def in_rounds(wire: str) -> list[Tensor]:
-    """local(every=2) with a wire: changes since the last round travel."""
+def in_rounds(wire: str, by_hand: ByHand | None = None, *, outer: bool = False) -> list[Tensor]:
+    """local(every=2), or diloco(every=2), with a wire: changes since the last round travel."""
     world = dt.world()
     replicas = [net() for _ in range(world)]
     optimizers = [adam(replica) for replica in replicas]
     lossy, feedback = CODES[wire]
-    by_hand = ByHand(lossy, feedback=feedback)
+    by_hand = by_hand or ByHand(lossy, feedback=feedback)
     anchor = [p.detach().clone() for p in net().parameters()][::-1]
+    speed = [torch.zeros_like(a) for a in anchor]
     like = Coded(here().comm, None)  # type: ignore[arg-type]
     for step in range(STEPS):
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
@@ -278,24 +279,29 @@ def in_rounds(wire: str) -> list[Tensor]:
                     span = slice(bucket.bounds[0], bucket.bounds[-1])
                     total[span] = found[span]  # type: ignore[index]
             for slot in slab.slots:
-                anchor[slot.index] += slot.view(total)  # type: ignore[arg-type]
+                change = slot.view(total)  # type: ignore[arg-type]
+                if outer:
+                    speed[slot.index] = 0.9 * speed[slot.index] - change
+                    change = 0.7 * (change - 0.9 * speed[slot.index])
+                anchor[slot.index] += change
         for replica in replicas:
             for param, value in zip(list(replica.parameters())[::-1], anchor, strict=True):
                 param.data.copy_(value)
     return [param.detach() for param in copy.copy(replicas[dt.rank()]).parameters()]
 
 
-def main(forget: bool) -> None:
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    if forget:
-        kept = Coded.reduced
+def forget() -> None:
+    """Let wires not keep what they leave out."""
+    kept = Coded.reduced
 
-        def reduced(self: Coded, which: str, *rest: object) -> Tensor:
-            self.left.pop(which, None)
-            return kept(self, which, *rest)  # type: ignore[arg-type]
+    def reduced(self: Coded, which: str, *rest: object) -> Tensor:
+        self.left.pop(which, None)
+        return kept(self, which, *rest)  # type: ignore[arg-type]
 
-        Coded.reduced = reduced  # type: ignore[method-assign]
+    Coded.reduced = reduced  # type: ignore[method-assign]
+
+
+def main() -> None:
     for wire in [*CODES, "powersgd(rank=1)", "powersgd(rank=2)"]:
         compare(f"ddp,wire={wire}", truth(wire), distributed(f"ddp,wire={wire}"))
         release()
@@ -304,11 +310,17 @@ def main(forget: bool) -> None:
         compare(plan, divided(wire), distributed(plan))
         release()
     for wire in CODES:
-        compare(f"local(every=2),wire={wire}", in_rounds(wire), distributed(f"local(every=2),wire={wire}"))
-        release()
+        for sync in ("local", "diloco"):
+            plan = f"{sync}(every=2),wire={wire}"
+            compare(plan, in_rounds(wire, outer=sync == "diloco"), distributed(plan))
+            release()
     dt.print("wires as written out")
 
 
 if __name__ == "__main__":
     dt.barrier()
-    main(sys.argv[1:] == ["forget"])
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    if sys.argv[1:] == ["forget"]:
+        forget()
+    main()

@@ -223,6 +223,8 @@ class Plan:
             *_clash_faults(self),
             *_unbuilt_faults(self.words),
             *_idle_faults(self),
+            *_server_faults(self),
+            *_across_faults(self),
             *_world_faults(self, world, local_world),
         ]
 
@@ -393,6 +395,27 @@ def _idle_faults(plan: Plan) -> Iterator[str]:
     if plan.get("block") and plan.sync != "zero3" and not plan.recompute:
         given = f"`{plan.get('block')}` under a plan that does nothing block by block"
         yield explain(given, BLOCKWISE, "add one of them, or leave it out")
+
+
+def _server_faults(plan: Plan) -> Iterator[str]:
+    given = plan.options("server")
+    updates = given.get("push") == "updates"
+    if "every" in given and not updates:
+        said = f"`every={given['every']}` under a server to which gradients are pushed"
+        yield explain(said, "`push=updates` with it: workers that step alone", "add push=updates, or leave it out")
+    for name in ("compensate", "rates"):
+        if name in given and updates:
+            said = f"`{name}={given[name]}` together with `push=updates`"
+            yield explain(said, "gradients, for an optimizer on the server", f"leave {name} or push=updates out")
+
+
+def _across_faults(plan: Plan) -> Iterator[str]:
+    word = plan.get("wire")
+    if word and _known(word) and "across" in plan.options("wire") and traits(plan.sync).owns != "whole":
+        owned = OWNING[traits(plan.sync).owns]
+        needed = f"ranks that own {OWNING['whole']}; under `{plan.sync}` they own {owned}"
+        bare = Word("wire", value=Word(_inner(word).name, args=_inner(word).args[:1]))
+        yield explain(f"`{word}` with `{plan.sync}`", needed, f"write `{bare}`, or use ddp, local or diloco")
 
 
 def _world_faults(plan: Plan, world: int | None, local_world: int | None) -> Iterator[str]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distributedtorch.core.errors import CheckpointError, explain
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
@@ -131,6 +133,15 @@ class Sync(ABC):
         """Go on from what `own_state` gave."""
         return
 
+    common: tuple[str, ...] = ()
+    """With what names in `own_state` begin of what is the same on all ranks: a run in another world goes on with it."""
+    comes_and_goes: tuple[str, ...] = ("wire/",)
+    """With what names begin of what is there at times only."""
+
+    def take_common_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on, in another world, from what is common in `own_state`."""
+        return
+
     def settle(self) -> None:
         """Make replicas the same that can differ. A group call."""
         return
@@ -179,3 +190,16 @@ def bytes_of(tensor: Tensor) -> int:
     if tensor.is_sparse:
         return bytes_of(tensor._indices()) + bytes_of(tensor._values())
     return tensor.numel() * tensor.element_size()
+
+
+def require_like(name: str, saved: Tensor, like: Tensor) -> Tensor:
+    """What was saved of this rank, where its shape and type are those of what it goes with here.
+
+    Raises:
+        CheckpointError: They are not.
+    """
+    if saved.shape == like.shape and saved.dtype == like.dtype:
+        return saved
+    shapes = [f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (saved, like)]
+    do = "go on with the same model, optimizer, hosts and DISTRIBUTEDTORCH_BUCKET_BYTES, or under another plan"
+    raise CheckpointError(explain(f"the checkpoint has {name!r} as {shapes[0]}", f"as here, {shapes[1]}", do))

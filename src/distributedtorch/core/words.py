@@ -395,13 +395,21 @@ _ROWS = (
         "diloco(every=100)",
         "local, with an outer optimizer over what moved (DiLoCo)",
         args=EVERY,
-        options={"lr": POSITIVE, "momentum": RATIO},
+        options={"lr": POSITIVE, "momentum": RATIO, "drift": POSITIVE},
     ),
     _row(
         "sync",
         "server(staleness=4)",
         "workers push gradients to servers and pull parameters at most so many versions old",
-        options={"staleness": Range(least=0), "ahead": Range(least=0), "servers": COUNT, "compensate": POSITIVE},
+        options={
+            "staleness": Range(least=0),
+            "ahead": Range(least=0),
+            "servers": COUNT,
+            "compensate": POSITIVE,
+            "rates": OneOf(names=("server", "own", "staleness")),
+            "push": OneOf(names=("gradients", "updates")),
+            "every": COUNT,
+        },
     ),
     _row(
         "sync",
@@ -448,7 +456,13 @@ _ROWS = (
     _row("wire", "wire=fp16", "exchange in float16, with a scale per block"),
     _row("wire", "wire=int8", "exchange in 8-bit integers with a scale per block, rounded at random"),
     _row("wire", "wire=sign", "exchange signs and a scale per block"),
-    _row("wire", "wire=topk(0.01)", "exchange the largest entries only, this part of them", **SPARSE),
+    _row(
+        "wire",
+        "wire=topk(0.01)",
+        "exchange the largest entries only, this part of them; `topk(0.01,hosts)`: of what each host has summed",
+        options={"across": OneOf(names=("hosts",))},
+        **SPARSE,
+    ),
     _row("wire", "wire=randomk(0.01)", "exchange entries drawn at random, this part of them", **SPARSE),
     _row(
         "wire",

@@ -14,6 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many processes")
     parser.add_argument("--plan", metavar="P", help='the strategy, say "zero2,bf16"; goes before what the call says')
     parser.add_argument("--port", type=int, metavar="PORT", help="where they meet on loopback (default: a free one)")
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="start all again after a failure, at most so often"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the next word is a module, as in python -m")
     parser.add_argument("script", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
@@ -25,4 +28,11 @@ def act(arguments: argparse.Namespace) -> int:
         Plan.parse(arguments.plan).check(arguments.workers)
     command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     script = None if arguments.module else arguments.script
-    return supervise(command, arguments.workers, plan=arguments.plan, script=script, port=arguments.port)
+    return supervise(
+        command,
+        arguments.workers,
+        plan=arguments.plan,
+        script=script,
+        port=arguments.port,
+        restarts=arguments.restarts,
+    )

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from distributedtorch.core.errors import LaunchError, explain
+
 _SHIM = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
@@ -28,6 +30,10 @@ try:
 except OSError as error:
     sys.exit(f"dtorch: cannot start {sys.argv[2]}: {error.strerror}")
 """
+
+
+KEPT, KEPT_VARIABLE, ATTEMPT_VARIABLE = "kept", "DISTRIBUTEDTORCH_KEPT", "DISTRIBUTEDTORCH_ATTEMPT"
+"""The folder that outlives a start of all ranks, who says where it is, and who says which start this is."""
 
 
 class Process(Protocol):
@@ -92,9 +98,18 @@ def start(number: int, command: list[str], environ: Mapping[str, str], folder: P
     return Rank(number, process, os.pidfd_open(process.pid), log)
 
 
+def restarts_asked() -> int:
+    """What `DISTRIBUTEDTORCH_RESTARTS` says, for scripts that start their workers themselves."""
+    text = os.environ.get("DISTRIBUTEDTORCH_RESTARTS", "0")
+    if not text.isdecimal():
+        do = "set it to how often ranks may be started again, or unset it"
+        raise LaunchError(explain(f"DISTRIBUTEDTORCH_RESTARTS={text!r}", "a whole number, 0 or more", do))
+    return int(text)
+
+
 def environment(number: int, workers: int, port: int, folder: Path, plan: str | None) -> dict[str, str]:
     """What a rank finds in its environment: its place, loopback for torch's sockets, its share of the cores."""
-    env = dict(os.environ)
+    env = {name: value for name, value in os.environ.items() if name not in (KEPT_VARIABLE, ATTEMPT_VARIABLE)}
     env |= {
         "RANK": str(number),
         "WORLD_SIZE": str(workers),

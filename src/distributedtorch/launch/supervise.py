@@ -4,6 +4,9 @@ It holds no model and takes part in no exchange. Everything it listens on is loo
 have 1.5 s to end by themselves (they write their records), then SIGTERM, then SIGKILL at 3 s; on Ctrl-C, SIGTERM or
 SIGHUP the ranks get the same signal and 2 s. Data workers go with their rank. If the supervisor itself is killed, the
 kernel kills the ranks.
+
+With `restarts` all ranks are started again after a failure, each time with a new store. What outlives an attempt is
+what checkpoints have, and the folder `kept` of the first one, where parameter servers keep what they have applied.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.core.errors import LaunchError, PlanError, UsageError, explain
 from distributedtorch.launch import port as ports
 from distributedtorch.launch import ranks as processes
 from distributedtorch.launch import record, verdict
@@ -33,10 +37,18 @@ from distributedtorch.launch.ranks import Rank
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SECONDS_TO_END, _SECONDS_TO_KILL = 1.5, 3.0
 _SECONDS_AFTER_SIGNAL = 2.0
+_MISTAKES = tuple(f"{kind.__name__}:" for kind in (UsageError, PlanError))
+"""Errors that would come again."""
 
 
 def supervise(
-    command: list[str], workers: int, *, plan: str | None, script: str | None, port: int | None = None
+    command: list[str],
+    workers: int,
+    *,
+    plan: str | None,
+    script: str | None,
+    port: int | None = None,
+    restarts: int = 0,
 ) -> int:
     """Run `command` in `workers` processes until all have ended, and return the exit code of the run.
 
@@ -46,6 +58,7 @@ def supervise(
         plan: Handed to the ranks as `DISTRIBUTEDTORCH_RUN_PLAN`; None leaves the environment as it is.
         script: The Python file the command runs, looked at before anything starts; None: not looked at.
         port: Where the ranks meet, on loopback; None takes a free one.
+        restarts: How often all ranks are started again after one has failed.
 
     Raises:
         LaunchError: Nothing was started: too few workers, a script that cannot take part, a port in use.
@@ -53,20 +66,60 @@ def supervise(
     _refuse_platform(workers)
     if workers < 1:
         raise LaunchError(explain(f"{workers} workers given", "at least 1", "give --workers a number from 1 up"))
+    if restarts < 0:
+        raise LaunchError(explain(f"{restarts} restarts given", "0 or more", "give --restarts a number from 0 up"))
     if script is not None:
         scripts.check(script, workers)
+    job = _attempt(command, workers, plan, port, Again(restarts=restarts))
+    first = job.folder
+    try:
+        for attempt in range(1, restarts + 1):
+            if not job.may_start_again():
+                break
+            found = verdict.judge(job.ranks, job.folder)
+            if found.text.startswith(_MISTAKES):
+                break
+            _print(verdict.headline(found, job.folder))
+            _print(f"dtorch: starting again ({attempt} of {restarts})")
+            job = _attempt(command, workers, plan, port, Again(restarts=restarts, attempt=attempt, first=first))
+    finally:
+        shutil.rmtree(first / processes.KEPT, ignore_errors=True)
+    return _conclude(job, workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """Which start of all ranks it is."""
+
+    restarts: int
+    """How often they may be started again."""
+    attempt: int = 0
+    first: Path | None = None
+    """The run folder of the first start; None: this is it."""
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """What ranks are told of it; nothing where there is one start only."""
+        if not self.restarts:
+            return {}
+        kept = (self.first or folder) / processes.KEPT
+        kept.mkdir(mode=0o700, exist_ok=True)
+        return {processes.ATTEMPT_VARIABLE: str(self.attempt), processes.KEPT_VARIABLE: str(kept)}
+
+
+def _attempt(command: list[str], workers: int, plan: str | None, port: int | None, again: Again) -> Job:
+    """One run of all ranks, from start to end."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(ports.listen(port))
         folder = run_folder()
         job = stack.enter_context(supervised(folder))
         number = listener.getsockname()[1]
         for rank in range(workers):
-            environ = processes.environment(rank, workers, number, folder, plan)
+            environ = {**processes.environment(rank, workers, number, folder, plan), **again.environment(folder)}
             job.add(processes.start(rank, command, environ, folder))
         store = ports.host(listener)  # after the start: ranks import torch meanwhile, and connect when this is ready
         job.wait()
         del store
-    return _conclude(job, workers)
+    return job
 
 
 class Job:
@@ -92,6 +145,8 @@ class Job:
                 key.data()
             while self._due and self._due[0][0] <= time.monotonic():
                 self._send(self._due.pop(0)[1])
+        for key, _ in self.selector.select(0):  # a signal to all may have come to the ranks first
+            key.data()
 
     def interrupt(self, number: int) -> None:
         """A signal to the supervisor: hand it on; a second one ends all at once."""
@@ -120,6 +175,10 @@ class Job:
     def has_joined(self, rank: Rank) -> bool:
         """Whether its script has called dt.distribute."""
         return (self.folder / f"joined.{rank.number}").exists()
+
+    def may_start_again(self) -> bool:
+        """Whether a rank failed on its way, not at its start, and nobody asked for the end."""
+        return self.failed and self.signal is None and all(map(self.has_joined, self.ranks))
 
     def clear(self) -> None:
         for rank in self.ranks:
@@ -276,7 +335,8 @@ def restart(workers: int) -> NoReturn:
     _refuse_unrepeatable(workers)
     sys.stdout.flush()
     os.environ["DISTRIBUTEDTORCH_WORKERS_SOURCE"] = "call"
-    code = supervise([sys.executable, *sys.orig_argv[1:]], workers, plan=None, script=None)
+    command = [sys.executable, *sys.orig_argv[1:]]
+    code = supervise(command, workers, plan=None, script=None, restarts=processes.restarts_asked())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -11,19 +11,21 @@ is out is looked at: a push that would put one of them past the bound waits unti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """One worker's gradients of one step."""
+    """One worker's gradients of one step, or what it changed."""
 
     worker: int
     step: int
     pulled: int
     """The version that they were computed from."""
     content: Any
+    late: int = 0
+    """Versions applied since that one when this is applied, waiting included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +115,17 @@ class Board:
             count = len(self.waiting) if self.staleness == 0 else 1
             pushes, self.waiting = self.waiting[:count], self.waiting[count:]
             pushes.sort(key=lambda push: push.worker)
-            self.apply(pushes)
-            self.version += 1
-            for push in pushes:
-                self.taken[push.worker] = push.step
-                self._say("apply", push.worker, push.step)
+            self.apply([replace(push, late=self.version - push.pulled) for push in pushes])
+            self.applied(pushes)
             self._answer([push.worker for push in pushes])
         self._answer([])
+
+    def applied(self, pushes: Sequence[Push]) -> None:
+        """A version has been made of some pushes."""
+        self.version += 1
+        for push in pushes:
+            self.taken[push.worker] = push.step
+            self._say("apply", push.worker, push.step)
 
     def _answer(self, workers: list[int]) -> None:
         """Answer at once, or when the slowest has come nearer."""

@@ -22,6 +22,8 @@ from distributedtorch.serve.board import Refused
 _HEADER = struct.Struct("<4sBBxxIQqqI")
 _MAGIC, _VERSION = b"DTSV", 1
 _DOMAIN = "distributedtorch"
+_BESIDE = 4096
+"""Bytes of a message for headers, for what keeps it secret, and for the greeting of the smallest models' workers."""
 _SECONDS_TO_ANSWER, _HEARTBEAT_MS, _LINGER_MS, _LONGEST_TEXT, _ALIGN = 30.0, 5000, 2000, 4096, 64
 
 
@@ -105,7 +107,7 @@ class Doors:
         self.socket = self.context.socket(self.zmq.ROUTER)
         self.socket.curve_server, self.socket.linger = True, _LINGER_MS
         self.socket.curve_publickey, self.socket.curve_secretkey = pair
-        self.socket.maxmsgsize, self.socket.rcvhwm = largest + _HEADER.size, 4
+        self.socket.maxmsgsize, self.socket.rcvhwm = largest + _BESIDE, 4
         self.socket.heartbeat_ivl = _HEARTBEAT_MS
         self.socket.zap_domain = _DOMAIN.encode()
         self.port = self.socket.bind_to_random_port(f"tcp://{host}")
@@ -164,10 +166,10 @@ class Line:
         self.socket.connect(where)
         self.greeted, self.serial, self.version = False, 0, 0
 
-    def say(self, kind: Kind, step: int = -1, content: Tensor | None = None) -> None:
-        """Send a message."""
+    def say(self, kind: Kind, step: int = -1, content: Tensor | None = None, *, held: int = -1) -> None:
+        """Send a message; `held`: the version that this worker has."""
         self.serial += 1
-        self.last = Message(kind=kind, worker=self.worker, step=step, serial=self.serial, content=content)
+        self.last = Message(kind=kind, worker=self.worker, step=step, version=held, serial=self.serial, content=content)
         self._send()
 
     def _send(self) -> None:

@@ -4,61 +4,52 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.sync import require_like
+from distributedtorch.serve import rates
 from distributedtorch.serve.board import Push, Refused
-
-_ALIGN = 64
-
-
-class Layout:
-    """Where tensors lie in one message: which of them are there, then each of them."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self.offsets = [_aligned(len(self.kinds))]
-        for shape, dtype in self.kinds:
-            self.offsets.append(_aligned(self.offsets[-1] + shape.numel() * dtype.itemsize))
-        self.bytes = self.offsets[-1]
-
-    def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """A message; what is None is not there."""
-        message = torch.zeros(self.bytes, dtype=torch.uint8)
-        message[: len(self.kinds)] = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
-        for tensor, view in zip(tensors, self.views(message), strict=True):
-            if tensor is not None:
-                view.copy_(tensor.detach())
-        return message
-
-    def views(self, message: Tensor) -> Iterator[Tensor]:
-        """Each tensor, in the message's memory."""
-        for (shape, dtype), low in zip(self.kinds, self.offsets, strict=False):
-            yield message[low : low + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-
-    def unpack(self, message: Tensor) -> list[Tensor | None]:
-        """As `pack` was given them."""
-        there = message[: len(self.kinds)].tolist()
-        return [view if has else None for has, view in zip(there, self.views(message), strict=True)]
+from distributedtorch.serve.coded import Copies
+from distributedtorch.serve.parcel import ABSENT, Form, Item, Part, joined, key, largest, parted, plain, rows
+from distributedtorch.serve.rows import Changed, by_rows, different, mean
+from distributedtorch.serve.terms import Terms
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+@dataclass(frozen=True, kw_only=True)
+class Brought:
+    """What one push brings, read and checked."""
+
+    values: list[Tensor | None]
+    """Gradients or changes, sparse for tables."""
+    options: list[float]
+    """Of the worker's optimizer, where they travel."""
 
 
 class Shard:
     """Parameters, their optimizer, and the values that workers get."""
 
-    def __init__(self, params: Sequence[nn.Parameter], optimizer: Optimizer, compensate: float = 0.0) -> None:
-        self.params, self.user, self.compensate = params, optimizer, compensate
+    def __init__(
+        self, params: Sequence[nn.Parameter], optimizer: Optimizer, items: Sequence[Item], terms: Terms, world: int
+    ) -> None:
+        self.params, self.user, self.items, self.terms, self.world = params, optimizer, items, terms, world
         self.masters = [nn.Parameter(param.detach().to("cpu", copy=True)) for param in params]
-        self.layout = Layout(self.masters)
         self.optimizer = self._beside(optimizer)
-        self.given: dict[int, Tensor] = {}
+        self.group = {id(p): k for k, one in enumerate(self.optimizer.param_groups) for p in one["params"]}
+        """By the id of a master, the number of its group."""
+        self.copies = Copies(items)
+        self.changed = {k: Changed(item.shape[0]) for k, item in enumerate(items) if item.table}
+        self.began: int | None = None
+        """The version from which on changes of rows are known."""
+        self.held: dict[int, int] = {}
+        """By worker the version that it says it has."""
+        self.given: dict[int, list[Tensor]] = {}
         """By worker what it was given last, where delays are compensated."""
         self.refill()
 
@@ -75,16 +66,23 @@ class Shard:
         ]
         return made
 
+    @property
+    def largest(self) -> int:
+        """The most bytes that a push may have."""
+        options = [8 * len(rates.numbers(self.user))] if self.terms.rates == "own" else []
+        return largest([*(item.most for item in self.items), *options])
+
     def refill(self) -> None:
         """Take over values and state that were put into the user's objects from outside."""
         self.optimizer.state = defaultdict(dict)
         for param, master in zip(self.params, self.masters, strict=True):
             master.data.copy_(param.detach())
-            if param in self.user.state:
+            if self.terms.push == "gradients" and param in self.user.state:
                 self.optimizer.state[master] = _copied(self.user.state[param], torch.device("cpu"))
-        self.message = self.layout.pack(self.masters)
-        """What workers get: the present version."""
         self.given.clear()
+        self.copies.of.clear()
+        self.message: Tensor | None = None
+        """What workers get where all get the same: the present version."""
 
     def publish(self) -> None:
         """Show the user's optimizer a copy of the state."""
@@ -92,57 +90,199 @@ class Shard:
             if self.optimizer.state.get(master):
                 self.user.state[param] = _copied(self.optimizer.state[master], param.device)
 
-    def check(self, message: Tensor) -> None:
-        """Refuse what would spoil the parameters.
+    # What comes.
+
+    def told(self, worker: int, held: int) -> None:
+        """A worker says which version it has."""
+        self.held[worker] = held
+        self.copies.told(worker, held)
+
+    def read(self, worker: int, step: int, message: Tensor) -> Brought:
+        """What a push brings.
 
         Raises:
-            Refused: Wrong size, or numbers that are not finite.
+            Refused: Wrong sizes or rows, or numbers that are not finite: nothing of it is used.
         """
-        if message.numel() != self.layout.bytes:
-            raise Refused(f"{message.numel()} bytes pushed, {self.layout.bytes} needed: gradients of another model?")
-        for number, grad in enumerate(self.layout.unpack(message)):
-            if grad is not None and not bool(torch.isfinite(grad).all()):
-                raise Refused(f"the gradient of parameter {number} of this server has NaN or infinite numbers")
+        own = self.terms.rates == "own"
+        parts = parted(message, len(self.items) + own)
+        values: list[Tensor | None] = []
+        for number, (item, (form, data)) in enumerate(zip(self.items, parts, strict=False)):
+            if form not in (Form.NONE, item.pushed):
+                raise Refused(f"parameter {number} of this server in the form {form.name}: of another model?")
+            known = key("push", worker, number, step)
+            values.append(None if form is Form.NONE else _finite(number, item.read(form, data, known)))
+        return Brought(values=values, options=rates.read(parts[-1][1], self.user) if own else [])
 
-    def apply(self, pushes: Sequence[Push]) -> None:
-        """One step with the mean of what was pushed."""
+    def apply(self, pushes: Sequence[Push], options: Sequence[float] | None = None) -> None:
+        """One step with the mean of what was pushed, or the changes themselves.
+
+        Options are the user's present ones, or those given.
+        """
+        before = pushes[0].pulled + pushes[0].late
+        self.began = before if self.began is None else self.began
+        if self.terms.push == "updates":
+            self._add(pushes, before + 1)
+        else:
+            self._step(pushes, before + 1, options)
+        self.message = None
+
+    @torch.no_grad()
+    def _add(self, pushes: Sequence[Push], version: int) -> None:
+        """Add the mean of a round's changes, or one worker's share of a change."""
+        count = len(pushes) if self.terms.rounds else self.world
+        for number, master in enumerate(self.masters):
+            for push in pushes:
+                value = push.content.values[number]
+                if value is not None:
+                    master.add_(value, alpha=1 / count)
+                    if value.is_sparse:
+                        self.changed[number].mark(value.indices()[0], version)
+
+    def _step(self, pushes: Sequence[Push], version: int, options: Sequence[float] | None) -> None:
+        weights = self._set_options(pushes, options)
+        grads = [push.content.values for push in pushes]
+        for number, master in enumerate(self.masters):
+            group = self.group[id(master)]
+            all_ = [(one[number], each[group]) for one, each in zip(grads, weights, strict=True)]
+            mine = [(grad, weight) for grad, weight in all_ if grad is not None]
+            master.grad = _mean(master, mine, len(pushes)) if mine else None
+        groups = [self.optimizer.param_groups[self.group[id(master)]] for master in self.masters]
+        whole = [k for k in self.changed if not by_rows(self.optimizer, groups[k])]
+        before = {k: self.masters[k].detach().clone() for k in whole}
+        self.optimizer.step()
+        for number, changed in self.changed.items():
+            table = self.masters[number]
+            if number in before:
+                changed.mark(different(before[number], table.detach()), version)
+            elif table.grad is not None:
+                changed.mark(table.grad.coalesce().indices()[0], version)
+
+    def _set_options(self, pushes: Sequence[Push], options: Sequence[float] | None) -> list[list[float]]:
+        """Options for this step. Result: by push and group how much its gradients count."""
         for group, user in zip(self.optimizer.param_groups, self.user.param_groups, strict=True):
             group.update({key: value for key, value in user.items() if key != "params"})
-        grads = [self._compensated(push) for push in pushes]
-        for index, master in enumerate(self.masters):
-            mine = [grad for one in grads if (grad := one[index]) is not None]
-            master.grad = None
-            if mine:
-                master.grad = torch.zeros_like(master)
-                for grad in mine:
-                    master.grad.add_(grad)
-                master.grad.div_(len(pushes))
-        self.optimizer.step()
-        self.message = self.layout.pack(self.masters)
+        if options is not None:
+            rates.put(self.optimizer, options)
+        if self.terms.rates == "own":
+            given = [push.content.options for push in pushes]
+            rates.put(self.optimizer, rates.mean(given))
+            return rates.weights(self.optimizer, given)
+        if self.terms.rates == "staleness":
+            rates.divide(self.optimizer, max(push.late for push in pushes))
+        return [[1.0] * len(self.optimizer.param_groups) for _ in pushes]
 
-    def _compensated(self, push: Push) -> list[Tensor | None]:
+    def options(self) -> list[float]:
+        """The user's at present, as far as they are numbers."""
+        return rates.numbers(self.user)
+
+    def compensated(self, push: Push) -> Push:
         """Gradients moved to the present parameters to first order, the square of the gradient for the curvature."""
-        grads = self.layout.unpack(push.content)
-        before = self.given.get(push.worker)
-        if not self.compensate or before is None:
-            return grads
-        moved = [master.detach() - old for master, old in zip(self.masters, self.layout.views(before), strict=True)]
-        return [
-            None if grad is None else grad + self.compensate * grad.square() * move
+        before, grads = self.given.get(push.worker), push.content.values
+        if not self.terms.compensate or before is None:
+            return push
+        had = self.copies.of[push.worker].values if push.worker in self.copies.of else {}
+        moved = [master.detach() - had.get(k, before[k]) for k, master in enumerate(self.masters)]
+        values = [
+            None if grad is None else grad + self.terms.compensate * grad.square() * move
             for grad, move in zip(grads, moved, strict=True)
         ]
+        return replace(push, content=replace(push.content, values=values))
 
-    def give(self, worker: int) -> Tensor:
+    # What outlives the process.
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is kept here.
+
+        Raises:
+            UsageError: The optimizer's state has something that cannot be read from a file without running it.
+        """
+        found = [self.optimizer.state.get(master, {}) for master in self.masters]
+        if not _is_plain(found):
+            given = f"{type(self.optimizer).__name__} keeps objects of its own in its state"
+            do = "start without --restarts; checkpoints by dt.save are not concerned"
+            raise UsageError(explain(given, "tensors, numbers and text, for a server that can be started again", do))
+        return {"parameters": [master.detach() for master in self.masters], "optimizer": found}
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.optimizer.state = defaultdict(dict)
+        for master, values, found in zip(self.masters, state["parameters"], state["optimizer"], strict=True):
+            master.data.copy_(require_like("a server's parameter", values, master))
+            if found:
+                self.optimizer.state[master] = found
+        self.message = None
+
+    def written(self, brought: Brought) -> Tensor:
+        """What a push brings, as bytes; not coded."""
+        parts = [ABSENT if one is None else rows(one) if one.is_sparse else plain(one) for one in brought.values]
+        return joined([*parts, plain(torch.tensor(brought.options, dtype=torch.float64))])
+
+    def reread(self, content: Tensor) -> Brought:
+        """As `written` was given it."""
+        *parts, (_, options) = parted(content, len(self.items) + 1)
+        pairs = zip(self.items, parts, strict=True)
+        values = [None if form is Form.NONE else item.read(form, data, 0) for item, (form, data) in pairs]
+        return Brought(values=values, options=options.view(torch.float64).tolist())
+
+    # What goes.
+
+    def give(self, worker: int, version: int) -> Tensor:
         """The present version, for a worker."""
-        if self.compensate:
-            self.given[worker] = self.message
+        if self.terms.compensate:
+            parts = zip(self.items, parted(self._whole(), len(self.items)), strict=True)
+            self.given[worker] = [item.read(form, data, 0) for item, (form, data) in parts]
+        if not self.changed and not self.copies.items:
+            return self._whole()
+        return joined(self._news(worker, version))
+
+    def _whole(self) -> Tensor:
+        if self.message is None:
+            self.message = joined([plain(master) for master in self.masters])
         return self.message
+
+    def _news(self, worker: int, version: int) -> list[Part]:
+        """What a worker does not have."""
+        self.began = version if self.began is None else self.began
+        codes, held = self.copies.give(worker, version, self.masters), self.held.get(worker, -1)
+        known = self.began <= held <= version
+        parts = []
+        for number, (item, master) in enumerate(zip(self.items, self.masters, strict=True)):
+            if item.table and known:
+                parts.append(self.changed[number].since(item, master, held))
+            else:
+                parts.append(codes.get(number) or plain(master))
+        return parts
+
+
+def _finite(number: int, value: Tensor) -> Tensor:
+    if not bool(torch.isfinite(value.values() if value.is_sparse else value).all()):
+        raise Refused(f"the gradient of parameter {number} of this server has NaN or infinite numbers")
+    return value
+
+
+def _mean(master: Tensor, grads: Sequence[tuple[Tensor, float]], count: int) -> Tensor:
+    """The sum of gradients, each with its weight, over a number of pushes."""
+    if all(grad.is_sparse for grad, _ in grads):
+        return mean(grads, count)
+    total = torch.zeros_like(master)
+    for grad, weight in grads:
+        total.add_(grad, alpha=weight)
+    return total.div_(count)
+
+
+def _is_plain(state: Any) -> bool:
+    if isinstance(state, dict):
+        return all(map(_is_plain, state)) and all(map(_is_plain, state.values()))
+    if type(state) in (list, tuple):
+        return all(map(_is_plain, state))
+    return type(state) in (Tensor, nn.Parameter, int, float, bool, str, type(None))
 
 
 def _copied(state: Any, device: torch.device) -> Any:
-    """Nested state with tensors of its own; single numbers stay on the host."""
+    """Nested state with tensors of its own, dense ones as checkpoints have them; single numbers stay on the host."""
     if isinstance(state, Tensor):
-        return state.detach().to(device if state.dim() else "cpu", copy=True)
+        dense = state.detach().to_dense() if state.is_sparse else state.detach()
+        return dense.to(device if state.dim() else "cpu", copy=True)
     if isinstance(state, dict):
         return {key: _copied(value, device) for key, value in state.items()}
     return type(state)(_copied(value, device) for value in state) if type(state) in (list, tuple) else state

@@ -4,8 +4,11 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 
 Each rank holds: parameters Psi, gradients Psi, optimizer state K Psi, and 2 Psi for the outer optimizer.
 Travels per round and rank: 2 Psi (N-1)/N, so that much divided by `every` per step.
+`drift=d`: the period is doubled or halved so that replicas are between d/2 and d apart in a round, relative to the size
+of the parameters; `every` is then the first period.
 Use it when the link is slow and steps are many: rounds may be hundreds of steps apart. lr=0.7 and momentum=0.9, unless
 said otherwise, are the paper's. Do not use it for short runs: the first rounds hardly move.
+The outer optimizer is the same on all ranks: a checkpoint goes on with it in another world too.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from torch import Tensor
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.sync import Trained, bytes_of
 from distributedtorch.core.wire import Wire
-from distributedtorch.sync.loose import Loose, Meet
-from distributedtorch.wire.plain import Plain
+from distributedtorch.sync.loose import Meet
+from distributedtorch.sync.rounds import Rounds
 
 
-class Diloco(Loose):
-    """Replicas whose mean movement an outer optimizer follows."""
+class Diloco(Rounds):
+    """Replicas whose mean movement an outer optimizer follows; the anchor has the outer parameters."""
+
+    common = ("counts", "anchor/", "velocity/")
 
     def __init__(
         self,
@@ -35,54 +40,40 @@ class Diloco(Loose):
         every: int,
         lr: float = 0.7,
         momentum: float = 0.9,
+        drift: float | None = None,
     ) -> None:
-        super().__init__(trained, comm, wire, every)
-        self.meet, self.lr, self.momentum = meet, lr, momentum
-        self.anchor = [param.detach().clone() for param in self.params]
-        """The outer parameters."""
+        super().__init__(trained, comm, wire, meet, period=every, drift=drift, anchored=True)
+        self.lr, self.momentum = lr, momentum
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchor]
 
-    @torch.no_grad()
-    def agree(self) -> None:
-        if any(row[0] for row in self.meet(self.name, [float(self.refilled)])):
-            return self._begin_anew()
-        world, apart, size = self.comm.world, 0.0, 0.0
-        for slab, flat in self.sums(self.wire, lambda k: (self.params[k].detach() - self.anchor[k]) / world):
-            for slot in slab.slots:
-                param, moved = self.params[slot.index].detach(), slot.view(flat)
-                anchor, velocity = self.anchor[slot.index], self.velocity[slot.index]
-                apart += float((param - anchor - moved).double().square().sum())
-                size += float((anchor + moved).double().square().sum())
-                velocity.mul_(self.momentum).sub_(moved)
-                anchor.add_(moved, alpha=self.lr).sub_(velocity, alpha=self.lr * self.momentum)
-                param.copy_(anchor)
-        self.average_buffers()
-        rows = self.meet(f"{self.name}/drift", [apart, size])
-        self.drift = (sum(row[0] for row in rows) / len(rows) / max(rows[0][1], 1e-300)) ** 0.5
-        return None
+    def follow(self, index: int, moved: Tensor) -> None:
+        anchor, velocity = self.anchor[index], self.velocity[index]
+        velocity.mul_(self.momentum).sub_(moved)
+        anchor.add_(moved, alpha=self.lr).sub_(velocity, alpha=self.lr * self.momentum)
 
-    def _begin_anew(self) -> None:
-        """Values were put into the parameters of some rank: they are no movement."""
-        self.average(Plain(self.comm))
-        self.wire.take_state({})
-        self.refilled = False
-        for param, anchor, velocity in zip(self.params, self.anchor, self.velocity, strict=True):
-            anchor.copy_(param.detach())
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        for velocity in self.velocity:
             velocity.zero_()
 
     def own_state(self) -> dict[str, Tensor]:
-        return {**super().own_state(), **dict(self._outer())}
+        return {**super().own_state(), **{f"velocity/{index}": value for index, value in enumerate(self.velocity)}}
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
         super().take_own_state(state)
-        for name, value in self._outer():
-            value.copy_(state[name])
+        self._take_outer(state)
 
-    def _outer(self) -> list[tuple[str, Tensor]]:
-        anchors = [(f"anchor/{index}", value) for index, value in enumerate(self.anchor)]
-        return anchors + [(f"velocity/{index}", value) for index, value in enumerate(self.velocity)]
+    def take_common_state(self, state: Mapping[str, Tensor]) -> None:
+        self.refilled = False
+        self.taken, self.rounds, self.period = state["counts"].tolist()
+        self.wire.take_state({})
+        self._take_outer(state)
+
+    def _take_outer(self, state: Mapping[str, Tensor]) -> None:
+        for index, (anchor, velocity) in enumerate(zip(self.anchor, self.velocity, strict=True)):
+            anchor.copy_(state[f"anchor/{index}"])
+            velocity.copy_(state[f"velocity/{index}"])
 
     def bytes_held(self) -> dict[str, int]:
         held = super().bytes_held()
-        outer = sum(bytes_of(value) for _, value in self._outer())
-        return {**held, "optimizer": held["optimizer"] + outer}
+        return {**held, "optimizer": held["optimizer"] + sum(map(bytes_of, [*self.anchor, *self.velocity]))}

@@ -12,7 +12,8 @@ them the same, before an evaluation or at the end.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +39,15 @@ class Gossip(Loose):
         pairs: Literal["ring", "random"] = "ring",
     ) -> None:
         super().__init__(trained, comm, Plain(comm), every)
-        self.meet, self.pairs = meet, pairs
+        self.meet, self.pairs, self.settled = meet, pairs, True
+
+    @property
+    def differ(self) -> bool:
+        return not self.settled
+
+    def update(self, step: Callable[[], Any]) -> Any:
+        self.settled = False
+        return super().update(step)
 
     @torch.no_grad()
     def agree(self) -> None:
@@ -65,6 +74,7 @@ class Gossip(Loose):
 
     def settle(self) -> None:
         """Gossip alone never ends in agreement: take the mean of all."""
+        self.settled = True
         self.meet(f"{self.name}/settle", [])
         self.average(self.wire)
         torch.autograd.graph.increment_version(self.params)

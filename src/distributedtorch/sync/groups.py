@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.core.sync import Trained, bytes_of
+from distributedtorch.core.sync import Trained, bytes_of, require_like
 from distributedtorch.core.wire import Wire, sums, travelling
 from distributedtorch.sync.alone import Alone
 
@@ -29,6 +29,7 @@ from distributedtorch.sync.alone import Alone
 class Groups(Alone):
     """Replicas that exchange what moves often, and the rest now and then."""
 
+    comes_and_goes = ("kept/",)
     optimizer: torch.optim.Optimizer
 
     @property
@@ -130,7 +131,8 @@ class Groups(Alone):
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
         self.fixed, self.used_since, there = state["flags"].tolist()
-        self.kept = [state[f"kept/{k}"].to(self.params[k].device) if has else None for k, has in enumerate(there)]
+        kept = {k: require_like(f"kept/{k}", state[f"kept/{k}"], self.params[k]) for k, has in enumerate(there) if has}
+        self.kept = [kept[k].to(param.device) if k in kept else None for k, param in enumerate(self.params)]
         self.steps = int(state["steps"])
         for k, origin in enumerate(self.origin):
             origin.copy_(state[f"origin/{k}"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.core.sync import Sync, Trained, bytes_of
+from distributedtorch.core.sync import Sync, Trained, bytes_of, require_like
 from distributedtorch.core.wire import Wire, travelling
 from distributedtorch.sync.collect import Cell, Collect
 
@@ -30,6 +30,7 @@ _TWICE = explain(
 class Late(Sync):
     """Replicas that average their gradients, and apply them one step later."""
 
+    comes_and_goes = ("wire/", "flying")
     optimizer: torch.optim.Optimizer
 
     def __init__(self, trained: Trained, comm: Comm, wire: Wire) -> None:
@@ -126,7 +127,10 @@ class Late(Sync):
         return {**flags, **flats, **{f"wire/{name}": value for name, value in self.wire.state().items()}}
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
-        self.flying = state["flying"].tolist() if "flying" in state else None
+        self.flying = None
+        if "flying" in state:
+            flags = torch.empty(len(self.params), dtype=torch.bool)
+            self.flying = require_like("flying", state["flying"], flags).tolist()
         for k, flat in enumerate(self.collects[1 - self.turn].flats):
             flat.copy_(state[f"flat/{k}"])
         self.wire.take_state({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})

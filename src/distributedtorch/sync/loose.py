@@ -2,6 +2,7 @@
 
 Gradients stay on their rank, weighed as under ddp by how many rows of the global batch it had, so that averaging after
 every step is ddp for plain SGD. Running statistics of BatchNorm are each replica's own, and averaged where all meet.
+Parameters of 16 bits travel and are averaged in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from distributedtorch.core.bucket import Slab, once
+from distributedtorch.core.bucket import once
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Trained, bytes_of, leaves
@@ -35,7 +36,7 @@ class Loose(Alone):
         super().__init__(trained.params, trained.names, trained.optimizer, comm)
         self.wire, self.period = wire, period
         self.name = f"round/{trained.name}"
-        self.slabs = travelling(self.params, wire, comm.world)
+        self.slabs = travelling([wide(param.detach()) for param in self.params], wire, comm.world)
         self.taken = 0
         """Steps since the last round."""
         self.rounds = 0
@@ -46,11 +47,18 @@ class Loose(Alone):
         self.refilled = False
         """Whether values were put into the parameters from outside since the last round."""
         self.hooks = watch_loads(self.models, self.loaded)
+        self.told = False
+        """Whether the user was told that replicas differ."""
 
     @property
     def buffers(self) -> list[Tensor]:
         """Running statistics of this replica."""
         return statistics_of(self.models)
+
+    @property
+    def differ(self) -> bool:
+        """Whether replicas may differ now."""
+        return self.taken > 0
 
     @abstractmethod
     def agree(self) -> None:
@@ -84,22 +92,29 @@ class Loose(Alone):
 
     # What rounds are made of.
 
-    def sums(self, wire: Wire, fill: Callable[[int], Tensor]) -> Iterator[tuple[Slab, Tensor]]:
-        """Each slab's sum over ranks of what `fill` gives for each of its parameters."""
-        return sums(self.comm, wire, self.name, self.slabs, fill)
-
     @torch.no_grad()
-    def average(self, wire: Wire) -> tuple[float, float]:
-        """Give parameters their mean over ranks. Result: squares of how far they were from it, and of its size."""
+    def meet_in(
+        self, wire: Wire, give: Callable[[int], Tensor], take: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[float, float]:
+        """Sum over ranks what `give` says for each parameter; `take` says the replicas' mean and the new value from it.
+
+        Result: squares of how far this replica was from the mean, and of the mean's size.
+        """
         apart, size = 0.0, 0.0
-        for slab, flat in self.sums(wire, lambda index: self.params[index].detach() / self.comm.world):
+        for slab, flat in sums(self.comm, wire, self.name, self.slabs, give):
             for slot in slab.slots:
-                param, mean = self.params[slot.index].detach(), slot.view(flat)
+                param = self.params[slot.index].detach()
+                mean, new = take(slot.index, slot.view(flat))
                 apart += float((param - mean).double().square().sum())
                 size += float(mean.double().square().sum())
-                param.copy_(mean)
+                param.copy_(new)
         self.average_buffers()
         return apart, size
+
+    def average(self, wire: Wire) -> tuple[float, float]:
+        """Give parameters their mean over ranks. Result: as `meet_in`."""
+        world = self.comm.world
+        return self.meet_in(wire, lambda k: wide(self.params[k].detach()) / world, lambda _, mean: (mean, mean))
 
     def average_buffers(self) -> None:
         average(self.comm, f"{self.name}/buffers", self.buffers)
@@ -129,23 +144,27 @@ class Loose(Alone):
             yield f"buffer/{index}", buffer
 
     def consensus(self) -> dict[int, Tensor]:
-        """The mean of replicas; of what is no floating number, this rank's."""
-        found, names = {}, " ".join(name for name, _ in self._replica())
-        hashes = self.comm.exchange(f"{self.name}/names", torch.tensor(zlib.crc32(names.encode())))
-        if len(set(hashes.tolist())) > 1:
-            given = "the replicas' optimizers have state of different parameters: some were used on some ranks only"
-            do = "save when every rank has used them all, or freeze those that are not used"
-            raise CheckpointError(explain(given, "state of the same parameters on all ranks", do))
-        for _, value in self._replica():
-            if value.is_floating_point() and value.numel():
-                flat = value.detach().to("cpu").contiguous().view(-1).clone() / self.comm.world
-                bounds = [flat.numel() * k // self.comm.world for k in range(self.comm.world + 1)]
-                self.comm.all_reduce(f"{self.name}/mean", flat, bounds).wait()
-                found[id(value)] = flat.view(value.shape)
-        return found
+        return agreed(self.comm, self.name, list(self._replica()))
 
     def bytes_held(self) -> dict[str, int]:
         return {**super().bytes_held(), "left out": sum(map(bytes_of, self.wire.state().values()))}
+
+
+def agreed(comm: Comm, name: str, replica: Sequence[tuple[str, Tensor]]) -> dict[int, Tensor]:
+    """By the id of a tensor the mean of replicas; of what is no floating number, this rank's. A group call."""
+    found, names = {}, " ".join(one for one, _ in replica)
+    hashes = comm.exchange(f"{name}/names", torch.tensor(zlib.crc32(names.encode())))
+    if len(set(hashes.tolist())) > 1:
+        given = "the replicas' optimizers have state of different parameters: some were used on some ranks only"
+        do = "save when every rank has used them all, or freeze those that are not used"
+        raise CheckpointError(explain(given, "state of the same parameters on all ranks", do))
+    for _, value in replica:
+        if value.is_floating_point() and value.numel():
+            flat = wide(value.detach().to("cpu")).contiguous().view(-1).clone() / comm.world
+            bounds = [flat.numel() * k // comm.world for k in range(comm.world + 1)]
+            comm.all_reduce(f"{name}/mean", flat, bounds).wait()
+            found[id(value)] = flat.view(value.shape).to(value.dtype)
+    return found
 
 
 def average(comm: Comm, name: str, tensors: Sequence[Tensor]) -> None:
@@ -171,3 +190,8 @@ def watch_loads(models: Sequence[nn.Module], act: Callable[[], None]) -> list[Re
         return lambda module, _: act() if module is here else None
 
     return [part.register_load_state_dict_post_hook(told(part)) for model in models for part in model.modules()]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Numbers of 16 bits in float32, so that means are not rounded on the way; others as they are."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor

@@ -17,17 +17,21 @@ from torch import Tensor
 
 from distributedtorch.core.bucket import Slot
 from distributedtorch.core.comm import Comm, Pending
-from distributedtorch.core.pairs import Posted, wait_all
+from distributedtorch.core.errors import CheckpointError, explain
+from distributedtorch.core.pairs import Posted, Works, wait_all
+from distributedtorch.core.sync import require_like
 from distributedtorch.core.wire import Code, Wire, is_small
 
-_SENT, _SUMMED = "sent", "summed"
+_SENT, _SUMMED, HOSTS = "sent", "summed", "hosts"
 
 
 class Coded(Wire):
     """Sums of codes, with error feedback."""
 
-    def __init__(self, comm: Comm, code: Code) -> None:
+    def __init__(self, comm: Comm, code: Code, peers: Sequence[int] | None = None) -> None:
         self.comm, self.code = comm, code
+        self.peers: Sequence[int] = range(comm.world) if peers is None else peers
+        """The ranks that sum together; each range of a sum has one of them as owner."""
         self.left: dict[str, Tensor] = {}
         """By exchange and half of it, what codes left out."""
         self.counts: dict[str, int] = defaultdict(int)
@@ -35,16 +39,16 @@ class Coded(Wire):
     def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
         if is_small(slots):
             return self.comm.all_reduce(name, flat, bounds)
-        _clear_padding(flat, bounds, slots)
-        return _Sum(self, name, flat, bounds, None, everywhere=True).pending
+        clear_padding(flat, bounds, slots)
+        return Sum(self, name, flat, bounds, None, everywhere=True).pending
 
     def reduce_scatter(
         self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot], out: Tensor | None
     ) -> Pending:
         if is_small(slots):
             return self.comm.reduce_scatter(name, flat, bounds, out)
-        _clear_padding(flat, bounds, slots)
-        return _Sum(self, name, flat, bounds, out, everywhere=False).pending
+        clear_padding(flat, bounds, slots)
+        return Sum(self, name, flat, bounds, out, everywhere=False).pending
 
     def bring_near(self, name: str, flat: Tensor, bounds: Sequence[int], exact: Tensor) -> Pending:
         """Move what all ranks have in `flat` nearer to what each has exactly of its range, by codes of the difference.
@@ -59,6 +63,14 @@ class Coded(Wire):
         key = zlib.crc32(f"{name} {self.counts[name]}".encode())
         return key, torch.Generator().manual_seed(key * self.comm.world + self.comm.rank)
 
+    def swap(self, tag: int, out: Sequence[Tensor], into: Sequence[Tensor]) -> Works:
+        """Give each other peer its `out` and fill each `into`."""
+        none = torch.empty(0, dtype=torch.uint8)
+        given, filled = [none] * self.comm.world, [none] * self.comm.world
+        for peer, mine, theirs in zip(self.peers, out, into, strict=True):
+            given[peer], filled[peer] = mine, theirs
+        return self.comm.pairs.swap(tag, given, filled)
+
     def sizes(self, bounds: Sequence[int], dtype: torch.dtype) -> list[int]:
         """Bytes of each range's code."""
         pieces = [high - low for low, high in pairwise(bounds)]
@@ -69,7 +81,7 @@ class Coded(Wire):
         if not self.code.feedback:
             return self.code.encode(values, key, draw)
         before = self.left.get(which)
-        values = values.clone() if before is None else values + before.to(values.device)
+        values = values.clone() if before is None else values + require_like(which, before, values).to(values.device)
         code = self.code.encode(values, key, draw)
         left = values - self.code.decode(code, values.numel(), values.dtype, key)
         if bool(torch.isfinite(left).all()):  # after an overflow there is nothing to add later
@@ -80,69 +92,73 @@ class Coded(Wire):
         return {**self.left, **{f"count/{name}": torch.tensor(count) for name, count in self.counts.items()}}
 
     def take_state(self, state: Mapping[str, Tensor]) -> None:
+        if HOSTS in state:
+            given, do = "what a wire left out was saved between hosts of several ranks", "load under another plan"
+            raise CheckpointError(explain(given, "as here: each rank on its own", do))
         counts = {name for name in state if name.startswith("count/")}
         self.left = {name: value.clone() for name, value in state.items() if name not in counts}
         self.counts = defaultdict(int, {name.removeprefix("count/"): int(state[name]) for name in counts})
 
 
-class _Sum:
-    """One sum under way."""
+class Sum:
+    """One sum under way, between the wire's peers: `bounds` has a range for each of them."""
 
     def __init__(
         self, wire: Coded, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, everywhere: bool
     ) -> None:
         self.wire, self.comm, self.name, self.flat, self.bounds = wire, wire.comm, name, flat, bounds
-        self.out, self.everywhere, rank, world = out, everywhere, wire.comm.rank, wire.comm.world
+        self.out, self.everywhere, self.place = out, everywhere, wire.peers.index(wire.comm.rank)
+        others, mine = len(wire.peers) - 1, self.place
         self.key, self.draw = wire.begin(name)
         self.sizes = wire.sizes(bounds, flat.dtype)
-        codes = [self._code(f"{_SENT}/{name}/{k}", flat[bounds[k] : bounds[k + 1]]) for k in range(world)]
-        self.parts = [torch.empty(self.sizes[rank], dtype=torch.uint8) for _ in range(world)]
-        self.parts[rank] = codes[rank]
+        codes = [self._code(f"{_SENT}/{name}/{k}", flat[low:high]) for k, (low, high) in enumerate(pairwise(bounds))]
+        self.parts = [torch.empty(self.sizes[mine], dtype=torch.uint8) for _ in wire.peers]
+        self.parts[mine] = codes[mine]
         self.sums = [torch.empty(size, dtype=torch.uint8) for size in self.sizes]
         self.total: Tensor | None = None
         kind = "all-reduce" if everywhere else "reduce-scatter"
-        back = self.sizes[rank] * (world - 1) if everywhere else 0
-        self.comm.count_sent(kind, sum(self.sizes) - self.sizes[rank] + back)
+        back = self.sizes[mine] * others if everywhere else 0
+        self.comm.count_sent(kind, sum(self.sizes) - self.sizes[mine] + back)
         self.tag = self.comm.pairs.tag(f"{name}/sums") if everywhere else 0
-        self.works = self.comm.pairs.swap(self.comm.pairs.tag(f"{name}/codes"), codes, self.parts)
+        self.works = wire.swap(self.comm.pairs.tag(f"{name}/codes"), codes, self.parts)
+        self.posted = Posted()
         self.pending = Pending(self.comm, kind, name)
-        self.pending.work = Posted()
-        self.comm.pairs.progress.hand_over(self.pending.work, self._sum_up)
-        self.pending.tail.append(self._land if everywhere else self._keep)
+        self.pending.work = self.posted
+        self.comm.pairs.progress.hand_over(self.posted, self._sum_up)
+        self.pending.tail.append(self.land if everywhere else self._keep)
 
     def _code(self, which: str, values: Tensor) -> Tensor:
         if not values.numel():
             return torch.empty(0, dtype=torch.uint8)
         return self.wire.reduced(which, values, self.key, self.draw).to("cpu")
 
-    def _decoded(self, code: Tensor, rank: int) -> Tensor:
-        numel = self.bounds[rank + 1] - self.bounds[rank]
+    def _decoded(self, code: Tensor, place: int) -> Tensor:
+        numel = self.bounds[place + 1] - self.bounds[place]
         return self.wire.code.decode(code.to(self.flat.device), numel, self.flat.dtype, self.key)
 
     def _sum_up(self) -> None:
         """In a thread: sum this rank's range in rank order, and give the others a code of it."""
         wait_all(self.works)
-        rank = self.comm.rank
-        if self.sizes[rank]:
-            self.total = self._decoded(self.parts[0], rank)
+        mine = self.place
+        if self.sizes[mine]:
+            self.total = self._decoded(self.parts[0], mine)
             for part in self.parts[1:]:
-                self.total += self._decoded(part, rank)
+                self.total += self._decoded(part, mine)
         if self.everywhere:
             if self.total is not None:
-                self.sums[rank] = self._code(f"{_SUMMED}/{self.name}", self.total)
-            given = [self.sums[rank]] * self.comm.world
-            self.works = self.comm.pairs.swap(self.tag, given, self.sums)
+                self.sums[mine] = self._code(f"{_SUMMED}/{self.name}", self.total)
+            self.works = self.wire.swap(self.tag, [self.sums[mine]] * len(self.sums), self.sums)
 
-    def _land(self) -> None:
+    def land(self) -> None:
+        """Wait for the last codes, and put the sum in place."""
         wait_all(self.works)
-        for rank, code in enumerate(self.sums):
-            if self.sizes[rank]:
-                self.flat[self.bounds[rank] : self.bounds[rank + 1]] = self._decoded(code, rank)
+        for place, code in enumerate(self.sums):
+            if self.sizes[place]:
+                self.flat[self.bounds[place] : self.bounds[place + 1]] = self._decoded(code, place)
 
     def _keep(self) -> None:
-        rank = self.comm.rank
         if self.total is not None:
-            mine = self.flat[self.bounds[rank] : self.bounds[rank + 1]] if self.out is None else self.out
+            mine = self.flat[self.bounds[self.place] : self.bounds[self.place + 1]] if self.out is None else self.out
             mine.copy_(self.total)
 
 
@@ -170,7 +186,7 @@ class _Difference:
                 there += self.wire.code.decode(code.to(there.device), high - low, there.dtype, self.key)
 
 
-def _clear_padding(flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> None:
+def clear_padding(flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> None:
     """Where no parameter is, a decoded sum may stand."""
     end = max(slot.start + slot.numel for slot in slots)
     flat[min(max(end, bounds[0]), bounds[-1]) : bounds[-1]].zero_()

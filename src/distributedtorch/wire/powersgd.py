@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distributedtorch.core.bucket import Slot
 from distributedtorch.core.comm import Comm, Pending
+from distributedtorch.core.sync import require_like
 from distributedtorch.core.wire import Wire
 
 
@@ -50,20 +51,19 @@ class PowerSgd(Wire):
 
     def matrix(self, name: str, flat: Tensor, slot: Slot) -> Tensor:
         """A parameter's numbers and what was left out before, as a matrix."""
-        values = slot.view(flat).reshape(slot.shape[0], -1)
-        before = self.left.get(f"{name}/{slot.index}")
-        values = values.clone() if before is None else values + before.to(values.device)
-        return values.float() if values.dtype.itemsize < 4 else values  # for the factors
+        values, key = slot.view(flat).reshape(slot.shape[0], -1), f"{name}/{slot.index}"
+        values = values.float() if values.dtype.itemsize < 4 else values  # for the factors
+        before = self.left.get(key)
+        return values.clone() if before is None else values + require_like(key, before, values).to(values.device)
 
     def start(self, name: str, slot: Slot, like: Tensor) -> Tensor:
         """Where the search for the second factor begins: where it ended last time, at first the same on all ranks."""
-        key = f"{name}/{slot.index}"
+        key, rows, columns = f"{name}/{slot.index}", slot.shape[0], slot.numel // slot.shape[0]
+        size = (columns, min(self.rank, rows, columns))
         if key not in self.second:
             draw = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-            rows, columns = slot.shape[0], slot.numel // slot.shape[0]
-            size = (columns, min(self.rank, rows, columns))
             self.second[key] = torch.randn(size, generator=draw, dtype=torch.float64).to(like)
-        return self.second[key].to(like)
+        return require_like(key, self.second[key], like.new_empty(size)).to(like)
 
     def state(self) -> dict[str, Tensor]:
         return {**{f"left/{k}": v for k, v in self.left.items()}, **{f"second/{k}": v for k, v in self.second.items()}}
