@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint matrix bench failures chaos clean
+.PHONY: demo test test-long lint matrix bench failures chaos clean
 .PHONY: bench-loose bench-exchange bench-link bench-gpu soak
 
 .venv/.ready: pyproject.toml constraints.txt
@@ -15,6 +15,9 @@ demo: .venv/.ready          ## train a small GPT under every plan and compare: a
 
 test: .venv/.ready lint     ## everything that must hold, under 15 minutes on 2 cores
 	$(BIN)/python -m pytest
+
+test-long: .venv/.ready     ## more kills, ranks, hosts and sabotages than `make test` has time for; about five minutes
+	$(BIN)/python -m pytest -m long
 
 lint: .venv/.ready          ## style and strict types
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ POOL = "tests.conformance.rounds_pool"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("what", ["clock", "narrow", "misfit"])
 def test_rounds(what: str, world: int, tmp_path: Path) -> None:
     ended = forked.run(world, POOL, what, str(tmp_path))

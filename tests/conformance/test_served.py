@@ -12,7 +12,7 @@ POOL = "tests.conformance.served_pool"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("what", ["rates", "updates", "rows", "wires"])
 def test_as_written_out(what: str, world: int, tmp_path: Path) -> None:
     ended = forked.run(world, POOL, what, str(tmp_path))
@@ -26,7 +26,7 @@ def test_as_written_out(what: str, world: int, tmp_path: Path) -> None:
     [
         ("rates", "options stay at home", "from the algorithm written out"),
         ("updates", "a change counts whole", "from the algorithm written out"),
-        ("updates", "state of rank 0", "another rank's state after dt.load"),
+        pytest.param("updates", "state of rank 0", "another rank's state after dt.load", marks=pytest.mark.long),
         ("rows", "rows forgotten", "from the algorithm written out"),
         ("wires", "left out and lost", "from the algorithm written out"),
     ],

@@ -45,6 +45,7 @@ def test_a_killed_rank_costs_nothing_that_was_saved(start: Callable[..., Run], t
     assert (tmp_path / "end").read_text() == (tmp_path / "truth/end").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(90)
 def test_it_ends_when_all_starts_are_spent(start: Callable[..., Run], tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
@@ -72,6 +73,7 @@ def test_what_would_fail_again_is_not_started_again(
     assert run.end() == 1 and said in run.err and "starting again" not in run.err
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_a_signal_to_the_starter_ends_it(start: Callable[..., Run], tmp_path: Path) -> None:
     run = run_of(start, 3, RESUMED, tmp_path, "ddp", 100000, 0.0)

@@ -23,13 +23,25 @@ from tests.serve.killing import ROOT, killed
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("plan", "victims"), [("server(staleness=4)", [0, 2, 1]), ("server(staleness=0)", [1, 0])])
+@pytest.mark.parametrize(
+    ("plan", "victims"),
+    [
+        ("server(staleness=4)", [0, 2]),
+        pytest.param("server(staleness=0)", [1, 0], marks=pytest.mark.long),
+    ],
+)
 def test_killed_in_mid_run(plan: str, victims: list[int], tmp_path: Path) -> None:
     assert killed(tmp_path, plan, victims, seed=1) == []
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("how", "said"), [("forgets", "an answered push was lost"), ("twice", "were applied")])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("forgets", "an answered push was lost"),
+        pytest.param("twice", "were applied", marks=pytest.mark.long),
+    ],
+)
 def test_a_server_that_forgets_or_counts_twice_is_seen(how: str, said: str, tmp_path: Path) -> None:
     assert any(said in fault for fault in killed(tmp_path, "server(staleness=4)", [0], seed=2, sabotage=how))
 
@@ -65,7 +77,7 @@ def test_a_push_that_was_cut_off_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("kills", ["before", "after"])
+@pytest.mark.parametrize("kills", ["before", pytest.param("after", marks=pytest.mark.long)])
 def test_values_loaded_after_the_start(kills: str, tmp_path: Path) -> None:
     """Killed before the first push they are loaded again; after it the servers' count."""
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", "--restarts", "1"]
