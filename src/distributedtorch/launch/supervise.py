@@ -118,6 +118,8 @@ def _attempt(command: list[str], workers: int, plan: str | None, port: int | Non
             job.add(processes.start(rank, command, environ, folder))
         store = ports.host(listener)  # after the start: ranks import torch meanwhile, and connect when this is ready
         job.wait()
+        for key, _ in job.selector.select(0):  # a signal to all may have come to the ranks first
+            key.data()
         del store
     return job
 
@@ -145,8 +147,6 @@ class Job:
                 key.data()
             while self._due and self._due[0][0] <= time.monotonic():
                 self._send(self._due.pop(0)[1])
-        for key, _ in self.selector.select(0):  # a signal to all may have come to the ranks first
-            key.data()
 
     def interrupt(self, number: int) -> None:
         """A signal to the supervisor: hand it on; a second one ends all at once."""
