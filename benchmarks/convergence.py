@@ -2,8 +2,9 @@
 
 Two ranks, the same rows of a made-up language for every plan, AdamW with a warm-up and a cosine decay to a twentieth;
 the loss at the end, after `dt.sync()`, on rows that nobody is trained on. Twins with error feedback switched off show
-what it is worth. `python -m benchmarks.convergence [--plans TEXT ...] [--seeds 1] [--steps 600]` writes
-benchmarks/results/convergence.json; known rows of the same commit and steps are kept.
+what it is worth. `python -m benchmarks.convergence [--plans TEXT ...] [--seeds 1] [--steps 600] [--device cuda]
+[--lanes 1] [--out FILE]` writes benchmarks/results/convergence.json; known rows of the same commit and steps are kept.
+`--lanes`: how many jobs at a time; no figure here is a time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,11 @@ from distributedtorch.core.world import here
 from distributedtorch.wire.feedback import Coded
 
 MODEL = {"layers": 4, "d": 192, "vocabulary": 4096, "length": 64}
-BATCH, WARM_UP, LEARNING_RATE, LEAST = 8, 50, 1e-3, 0.05
+BATCH, WARM_UP, LEAST = 8, 50, 0.05
+OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
 WIRES = ("bf16", "fp16", "int8", "sign", "topk(0.01)", "randomk(0.05)", "powersgd(rank=4)")
 FORGETS = "without feedback: "
 PLANS = (
@@ -42,19 +50,21 @@ PLANS = (
 RESULT = ROOT / "benchmarks/results/convergence.json"
 
 
-def inside(plan: str, seed: int, steps: int) -> None:
+def inside(plan: str, seed: int, steps: int, kind: str) -> None:
     torch.set_num_threads(1)
     if plan.startswith(FORGETS):
         kept = Coded.reduced
         Coded.reduced = lambda self, which, *rest: (self.left.clear(), kept(self, which, *rest))[1]  # type: ignore[method-assign]
     torch.manual_seed(seed)
-    model: Any = Gpt(**MODEL)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    device = os.environ.get("BENCHMARK_DEVICE", "cpu")
+    model: Any = Gpt(**MODEL).to(device)
+    optimizer = OPTIMIZERS[kind](model.parameters())
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     model, optimizer, rates = dt.distribute(model, optimizer, rates, plan=plan.removeprefix(FORGETS))
     language = Language(MODEL["vocabulary"])
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.to(device)
         return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
     losses, length = [], MODEL["length"] + 1
@@ -70,8 +80,8 @@ def inside(plan: str, seed: int, steps: int) -> None:
                 losses.append(loss(language.rows(HELD_OUT, 128, length)).item())
     sent = sum(t.bytes_sent for t in here().comm.traffic.values())
     if dt.is_main():
-        row = {"plan": plan, "seed": seed, "steps": steps, "loss": losses[-1], "bytes per step": round(sent / steps)}
-        print("ROW " + json.dumps(row), flush=True)
+        row = {"plan": plan, "seed": seed, "steps": steps, "optimizer": kind, "loss": losses[-1]}
+        print("ROW " + json.dumps({**row, "bytes per step": round(sent / steps)}), flush=True)
 
 
 def rate(step: int, steps: int) -> float:
@@ -82,13 +92,14 @@ def rate(step: int, steps: int) -> float:
     return LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def run(plan: str, seed: int, steps: int) -> dict[str, Any]:
+def run(plan: str, seed: int, steps: int, kind: str, device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", "-m", "benchmarks.convergence"]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    words = ["--inside", plan, "--seeds", str(seed), "--steps", str(steps)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "BENCHMARK_DEVICE": device}
+    words = ["--inside", plan, "--seeds", str(seed), "--steps", str(steps), "--optimizer", kind]
     ended = subprocess.run([*command, *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     found = [line for line in ended.stdout.splitlines() if line.startswith("ROW ")]
-    row = {"plan": plan, "seed": seed, "steps": steps, "failed": ended.stderr[-500:]}
+    row = {"plan": plan, "seed": seed, "steps": steps, "optimizer": kind, "failed": ended.stderr[-500:]}
     return dict(json.loads(found[0][4:])) if found else row
 
 
@@ -104,37 +115,49 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", default=PLANS)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.inside:
-        inside(given.inside, given.seeds, given.steps)
+        inside(given.inside, given.seeds, given.steps, given.optimizer)
         return 0
-    rows = known(RESULT)
-    have = {(row["plan"], row["seed"], row["steps"]) for row in rows if "loss" in row}
-    for seed in range(given.seeds):
-        for plan in given.plans:
-            if (plan, seed, given.steps) not in have:
-                rows.append(run(plan, seed, given.steps))
-                print(rows[-1], flush=True)
-                RESULT.write_text(json.dumps({"machine": machine(), "rows": rows, "table": table(rows)}, indent=1))
+    rows = known(given.out)
+    have = {(row["plan"], row["seed"], row["steps"], row["optimizer"]) for row in rows if "loss" in row}
+    wanted = [(plan, seed, given.steps, given.optimizer) for seed in range(given.seeds) for plan in given.plans]
+    with ThreadPoolExecutor(given.lanes) as lanes:
+        jobs = [lanes.submit(run, *one, given.device) for one in wanted if one not in have]
+        for job in as_completed(jobs):
+            rows.append(job.result())
+            print(rows[-1], flush=True)
+            where = {**machine(), "device": given.device}
+            given.out.write_text(json.dumps({"machine": where, "rows": rows, "table": table(rows)}, indent=1))
     for line in table(rows):
         print(line)
     return sum("failed" in row for row in rows)
 
 
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By plan: mean loss over seeds, over ddp's of the same seeds and steps, and bytes."""
+    """By plan, steps and optimizer: mean loss over seeds, over ddp's of the same seeds, and bytes."""
     found = []
-    plain = {(row["seed"], row["steps"]): row for row in rows if row["plan"] == "ddp" and "loss" in row}
-    for plan in dict.fromkeys(row["plan"] for row in rows):
-        mine = [row for row in rows if row["plan"] == plan and "loss" in row and (row["seed"], row["steps"]) in plain]
+    there = [row for row in rows if "loss" in row]
+    plain = {(row["seed"], *_kind(row)): row for row in there if row["plan"] == "ddp"}
+    for plan, kind in dict.fromkeys((row["plan"], _kind(row)) for row in there):
+        mine = [r for r in there if r["plan"] == plan and _kind(r) == kind and (r["seed"], *kind) in plain]
         if mine:
-            base = [plain[row["seed"], row["steps"]] for row in mine]
+            base = [plain[row["seed"], *kind] for row in mine]
             ratios = [a["loss"] / b["loss"] for a, b in zip(mine, base, strict=True)]
-            traffic = [b["bytes per step"] / a["bytes per step"] for a, b in zip(mine, base, strict=True)]
-            one = {"plan": plan, "seeds": len(mine), "loss": round(statistics.mean(row["loss"] for row in mine), 4)}
-            found.append({**one, "to ddp": round(statistics.mean(ratios), 4), "times less sent": round(traffic[0], 1)})
+            one = {"plan": plan, "steps": kind[0], "optimizer": kind[1], "seeds": len(mine)}
+            one |= {"loss": round(statistics.mean(row["loss"] for row in mine), 4)}
+            one |= {"to ddp": round(statistics.mean(ratios), 4), "largest": round(max(ratios), 4)}
+            found.append({**one, "times less sent": round(base[0]["bytes per step"] / mine[0]["bytes per step"], 1)})
     return found
+
+
+def _kind(row: dict[str, Any]) -> tuple[int, str]:
+    return row["steps"], row["optimizer"]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """What is made of a stored run of benchmarks/slow_link.py: steps, bytes, times and ratios, and tables of them.
 
 Seconds to the target are steps x (times no exchange) x (what a step without exchange takes), because times no exchange
-are measured within rounds. Intervals are of the times only: the steps come from one run with one seed.
+are measured within rounds. Steps are means over seeds; intervals are by resampling rounds, and seeds in pairs.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.peers import IDEAL
@@ -17,11 +17,26 @@ from benchmarks.step_time import interval
 RESAMPLES = 2000
 
 
-def quotient(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
-    """The quotient of two medians and its 95% interval, by resampling both."""
+def quotient(a: Sequence[float], b: Sequence[float], steps: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """The quotient of two medians times that of steps summed over seeds, and its 95% interval, by resampling both."""
     draw = random.Random(1)
-    found = sorted(median(draw.choices(a, k=len(a))) / median(draw.choices(b, k=len(b))) for _ in range(RESAMPLES))
-    return median(a) / median(b), found[RESAMPLES // 40], found[-RESAMPLES // 40 - 1]
+    found = sorted(
+        median(draw.choices(a, k=len(a))) / median(draw.choices(b, k=len(b))) * _over(draw.choices(steps, k=len(steps)))
+        for _ in range(RESAMPLES)
+    )
+    return median(a) / median(b) * _over(steps), found[RESAMPLES // 40], found[-RESAMPLES // 40 - 1]
+
+
+def _over(steps: Sequence[tuple[float, float]]) -> float:
+    return sum(one for one, _ in steps) / sum(other for _, other in steps)
+
+
+def steps_of(one: dict[str, Any]) -> list[float]:
+    """Steps to the target at a variant's best learning rate, by seed; empty where one did not reach it."""
+    if not (found := best_curve(one)):
+        return []
+    steps = [found[1]["steps"], *(one["seeds"][seed] for seed in sorted(one["seeds"]))]
+    return [] if None in steps else steps
 
 
 def best_curve(one: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -45,10 +60,13 @@ def summary(stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
         row: dict[str, Any] = {"rates": {}}
         if found := best_curve(one):
             rate, curve = found
-            row |= {"learning_rate": float(rate), "steps": curve["steps"], "lowest": _lowest(curve)}
-            row["bytes_a_step"] = round(median(curve["bytes_sent"])) if curve["bytes_sent"] else None
+            steps = steps_of(one)
+            row |= {"learning_rate": float(rate), "steps": fmean(steps) if steps else None, "lowest": _lowest(curve)}
+        sent = [value for values in one["bytes_sent"].values() for value in values]
+        row["bytes_a_step"] = round(median(sent)) if sent else None
         for rate, relative in one["relative"].items():
-            row["rates"][rate] = _at_rate(variants, one, rate, row.get("steps"), relative)
+            if relative:
+                row["rates"][rate] = _at_rate(variants, one, rate, row.get("steps"), relative)
         rows[name] = row
     return rows
 
@@ -71,18 +89,19 @@ def ratios(stored: dict[str, Any], rate: str) -> dict[str, dict[str, list[float]
     found: dict[str, dict[str, list[float]]] = {}
     for plan in (name for name in there if variants[name]["ours"]):
         for peer in peers:
-            steps = rows[plan]["steps"] / rows[peer]["steps"]
-            times = quotient(variants[plan]["relative"][rate], variants[peer]["relative"][rate])
-            found.setdefault(plan, {})[peer] = [round(steps * v, 3) for v in times]
+            if not (rate in rows[plan]["rates"] and rate in rows[peer]["rates"]):
+                continue
+            steps = list(zip(steps_of(variants[plan]), steps_of(variants[peer]), strict=True))
+            times = quotient(variants[plan]["relative"][rate], variants[peer]["relative"][rate], steps)
+            found.setdefault(plan, {})[peer] = [round(v, 3) for v in times]
     return found
 
 
-def fastest(stored: dict[str, Any], rate: str, *, ours: bool) -> str | None:
-    """The variant, of ours or of the peers, that is soonest at the target."""
+def soonest(stored: dict[str, Any], rate: str, *, ours: bool) -> list[str]:
+    """The variants, of ours or of the peers, that reach the target, the soonest first."""
     rows = {name: row for name, row in summary(stored).items() if stored["variants"][name]["ours"] == ours}
-    seconds = {name: row["rates"][rate].get("seconds to target") for name, row in rows.items()}
-    there = {name: value for name, value in seconds.items() if value is not None}
-    return min(there, key=lambda name: there[name]) if there else None
+    seconds = {name: row["rates"].get(rate, {}).get("seconds to target") for name, row in rows.items()}
+    return sorted((name for name, value in seconds.items() if value is not None), key=lambda name: seconds[name])
 
 
 def markdown(stored: dict[str, Any]) -> str:
@@ -104,13 +123,17 @@ def markdown(stored: dict[str, Any]) -> str:
 
 
 def _cells(stored: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    cells = ["", ""]
+    cells = ["", f"{(row['bytes_a_step'] or 0) / 1e6:.2f}"]
     if "steps" in row:
         reached = f"{row['steps']:.0f}" if row["steps"] else f"not in {stored['at_most']} (lowest {row['lowest']:.2f})"
-        cells = [f"{reached} at {row['learning_rate']:g}", f"{(row['bytes_a_step'] or 0) / 1e6:.2f}"]
+        cells[0] = f"{reached} at {row['learning_rate']:g}"
     for rate in stored["rates"]:
-        at = row["rates"][rate]
-        cells += [_range(at["ms"], 0), _range(at["to no exchange"], 2), str(at.get("seconds to target", ""))]
+        at = row["rates"].get(rate)
+        cells += (
+            ["", "", ""]
+            if at is None
+            else [_range(at["ms"], 0), _range(at["to no exchange"], 2), str(at.get("seconds to target", ""))]
+        )
     return cells
 
 

@@ -25,6 +25,19 @@ SECONDS_TURN = 600
 _ports = itertools.count(20_000)  # below those that the kernel gives to clients
 
 
+@dataclass(frozen=True)
+class Loopback:
+    """Two ranks on this host, on its processor or sharing a GPU: for what is learned in a step, not for its time."""
+
+    device: str = "cpu"
+
+    def command(self, host: int, *words: object) -> list[str]:
+        return [str(word) for word in words]
+
+    def address(self, host: int) -> str:
+        return "127.0.0.1"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What every variant is to learn."""
@@ -43,8 +56,6 @@ class Curve:
 
     points: list[tuple[int, float]] = field(default_factory=list)
     """Steps taken, and the held-out loss then."""
-    bytes_sent: list[float] = field(default_factory=list)
-    """Bytes a step and rank between these points, by the interfaces' counters."""
     steps: float | None = None
     """Steps to the target; None: not reached."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -58,18 +69,26 @@ def period(word: str) -> int:
 
 
 def start(
-    bed: Bed, name: str, variant: Variant, setting: Setting, learning_rate: float
+    bed: Bed | Loopback, name: str, variant: Variant, setting: Setting, learning_rate: float, *, seed: int = 0
 ) -> tuple[Ranks, dict[str, str]]:
     """Build a variant, one rank on each host; give its processes and the versions they have.
 
     Raises:
         RankError: It refuses, ends or does not answer.
     """
-    command, port = [environment(variant.home), "-m", "benchmarks.peers.learner"], next(_ports)
-    here = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": bed.address(0)}
-    here |= {"GLOO_SOCKET_IFNAME": INTERFACE, "BENCHMARK_LEARNING_RATE": str(learning_rate)}
-    environs = [environ_of(variant.home, rank, WORLD, port) | here for rank in range(WORLD)]
-    ranks = Ranks(name, [(bed.command(rank, *command), environ) for rank, environ in enumerate(environs)])
+    port, here = next(_ports), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": bed.address(0)}
+    here |= {"BENCHMARK_LEARNING_RATE": str(learning_rate), "BENCHMARK_SEED": str(seed)}
+    if isinstance(bed, Loopback):  # with one environment that has everything
+        home, here = "", {**here, "GLOO_SOCKET_IFNAME": "lo", "BENCHMARK_DEVICE": bed.device}
+        del here["LOCAL_RANK"], here["LOCAL_WORLD_SIZE"]
+    else:
+        home, here = variant.home, {**here, "GLOO_SOCKET_IFNAME": INTERFACE}
+    command = [environment(home), "-m", "benchmarks.peers.learner"]
+    environs = [environ_of(home, rank, WORLD, port) | here for rank in range(WORLD)]
+    ranks = Ranks(
+        f"{name} {learning_rate:g} {seed}",
+        [(bed.command(rank, *command), environ) for rank, environ in enumerate(environs)],
+    )
     try:
         first = {"file": variant.file, "word": variant.word, "model": setting.model, "batch": setting.batch}
         said = ranks.ask(first, SECONDS_START)
@@ -86,25 +105,23 @@ def held_out_loss(ranks: Ranks) -> float:
     return statistics.fmean(one["loss"] for one in ranks.ask({"evaluate": HELD_OUT_ROWS}, SECONDS_TURN))
 
 
-def learn(bed: Bed, name: str, variant: Variant, task: Task, learning_rate: float) -> Curve:
-    """Train from the start over an unlimited link until the target is reached; evaluate in between.
+def learn(
+    bed: Bed | Loopback, name: str, variant: Variant, task: Task, learning_rate: float, *, seed: int = 0
+) -> Curve:
+    """Train from the start until the target is reached; evaluate in between.
 
     A variant that exchanges now and then is evaluated after each exchange only, when its ranks have one model.
 
     Raises:
         RankError: It refuses, ends or does not answer.
     """
-    bed.rate(None)
     every = period(variant.word)
     stretch = every if every > 1 else EVALUATED_EVERY
-    ranks, versions = start(bed, name, variant, task.setting, learning_rate)
+    ranks, versions = start(bed, name, variant, task.setting, learning_rate, seed=seed)
     curve = Curve(versions=versions)
     try:
         for taken in range(stretch, task.at_most + 1, stretch):
-            before = [bed.bytes_sent(host) for host in range(WORLD)]
             ranks.ask({"steps": stretch}, SECONDS_TURN)
-            sent = statistics.fmean(bed.bytes_sent(host) - before[host] for host in range(WORLD))
-            curve.bytes_sent.append(sent / stretch)
             curve.points.append((taken, held_out_loss(ranks)))
             curve.steps = reached(curve.points, task.target, smooth=every == 1)
             if curve.steps is not None or not math.isfinite(curve.points[-1][1]):
@@ -132,7 +149,7 @@ def reached(points: Sequence[tuple[int, float]], target: float, *, smooth: bool)
 
 
 def confirm(
-    bed: Bed, name: str, variant: Variant, task: Task, learning_rate: float, *, rate: str, num_steps: int
+    bed: Bed, name: str, variant: Variant, setting: Setting, learning_rate: float, *, rate: str, num_steps: int
 ) -> dict[str, Any]:
     """Train from the start at a rate for so many steps: the seconds of the whole, and the held-out loss after it.
 
@@ -140,7 +157,7 @@ def confirm(
         RankError: It refuses, ends or does not answer.
     """
     bed.rate(None)
-    ranks, _ = start(bed, name, variant, task.setting, learning_rate)
+    ranks, _ = start(bed, name, variant, setting, learning_rate)
     try:
         bed.rate(rate)
         began = time.perf_counter()

@@ -33,8 +33,16 @@ class Timing:
     """Rate -> seconds a step, one value a round."""
     relative: dict[str, list[float]]
     """Rate -> the same as times no exchange in the same round."""
+    bytes_sent: dict[str, list[float]]
+    """Rate -> bytes a step and rank, by the interfaces' counters, one value a round."""
     failed: str = ""
     """Why it gave nothing, or stopped."""
+
+    @classmethod
+    def of(cls, rates: Sequence[str], failed: str = "") -> Timing:
+        """Nothing yet."""
+        nothing: list[dict[str, list[float]]] = [{rate: [] for rate in rates} for _ in range(3)]
+        return cls(seconds=nothing[0], relative=nothing[1], bytes_sent=nothing[2], failed=failed)
 
 
 def shortened(variant: Variant) -> Variant:
@@ -56,10 +64,7 @@ class Turns:
 
     def __init__(self, bed: Bed, variants: dict[str, Variant], setting: Setting, rates: Sequence[str]) -> None:
         self.bed, self.variants, self.setting, self.rates = bed, variants, setting, rates
-        self.timings = {
-            name: Timing(seconds={rate: [] for rate in rates}, relative={rate: [] for rate in rates})
-            for name in variants
-        }
+        self.timings = {name: Timing.of(rates) for name in variants}
         self.shuffled = random.Random(0)
 
     def take(self, num_rounds: int) -> dict[str, Timing]:
@@ -103,28 +108,33 @@ class Turns:
         except RankError as error:
             self._fail(there, name, error)
 
-    def _round(self, there: dict[str, Ranks]) -> dict[str, float]:
-        """A turn of every variant; seconds a step of those that came through."""
-        took: dict[str, float] = {}
+    def _round(self, there: dict[str, Ranks]) -> dict[str, tuple[float, float]]:
+        """A turn of every variant; seconds and bytes a step of those that came through."""
+        took: dict[str, tuple[float, float]] = {}
         for name in self.shuffled.sample(list(there), len(there)):
             every = period(self.variants[name].word)
-            began = time.perf_counter()
+            before, began = self._sent(), time.perf_counter()
             try:
                 said = there[name].ask({"steps": self.setting.steps if every == 1 else SHORT}, SECONDS_TURN)
             except RankError as error:
                 self._fail(there, name, error)
             else:
-                seconds = time.perf_counter() - began
-                took[name] = seconds_a_step(seconds, [one["seconds"] for one in said], every)
+                seconds, sent = time.perf_counter() - began, self._sent() - before
+                sent /= self.setting.steps if every == 1 else every  # a turn has one exchange
+                took[name] = seconds_a_step(seconds, [one["seconds"] for one in said], every), sent
         if IDEAL not in took:
             raise RuntimeError(f"no exchange, which all are compared with, has failed: {self.timings[IDEAL].failed}")
         return took
 
-    def _note(self, rate: str, took: dict[str, float]) -> None:
-        print(f"  {rate}: " + ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in took.items()), flush=True)
-        for name, seconds in took.items():
+    def _sent(self) -> float:
+        return statistics.fmean(self.bed.bytes_sent(host) for host in range(WORLD))
+
+    def _note(self, rate: str, took: dict[str, tuple[float, float]]) -> None:
+        print(f"  {rate}: " + ", ".join(f"{name} {1e3 * s:.0f} ms" for name, (s, _) in took.items()), flush=True)
+        for name, (seconds, sent) in took.items():
             self.timings[name].seconds[rate].append(seconds)
-            self.timings[name].relative[rate].append(seconds / took[IDEAL])
+            self.timings[name].relative[rate].append(seconds / took[IDEAL][0])
+            self.timings[name].bytes_sent[rate].append(sent)
 
     def _fail(self, there: dict[str, Ranks], name: str, error: RankError) -> None:
         self.timings[name].failed = str(error)

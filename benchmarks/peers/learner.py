@@ -22,25 +22,30 @@ from benchmarks.peers.loop import Step, loss_of
 from benchmarks.peers.worker import facts, own_pipes
 from benchmarks.step_time import Gpt
 
+SEED = int(os.environ.get("BENCHMARK_SEED", "0"))
+STEPS_A_SEED = 1_000_000
+
 
 class Learner:
     """A model, the step that trains it, and the rows it is given."""
 
     def __init__(self, model: Gpt, step: Step, batch: int) -> None:
         self.model, self.step, self.batch = model, step, batch
+        self.device = next(model.parameters()).device
         self.language, self.length = Language(model.token.num_embeddings), model.place.num_embeddings + 1
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.steps_taken = 0
 
     def rows(self, step: int, batch: int) -> Tensor:
         """This rank's rows of a global batch."""
-        return self.language.rows(step, batch * self.world, self.length)[self.rank * batch : (self.rank + 1) * batch]
+        rows = self.language.rows(step, batch * self.world, self.length)
+        return rows[self.rank * batch : (self.rank + 1) * batch].to(self.device)
 
     def learn(self, num_steps: int) -> list[float]:
         """Take steps; the seconds of each."""
         seconds = []
         for _ in range(num_steps):
-            ids = self.rows(self.steps_taken, self.batch)
+            ids = self.rows(SEED * STEPS_A_SEED + self.steps_taken, self.batch)
             began = time.perf_counter()
             self.step(ids)
             seconds.append(time.perf_counter() - began)
@@ -58,8 +63,8 @@ def main() -> None:
     heard, said = own_pipes()
     given = json.loads(heard.readline())
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = Gpt(**given["model"])
+    torch.manual_seed(SEED)
+    model = Gpt(**given["model"]).to(os.environ.get("BENCHMARK_DEVICE", "cpu"))
     try:
         step: Step = importlib.import_module(f"benchmarks.peers.{given['file']}").build(given["word"], model)
     except Exception as error:  # whatever a library says no with

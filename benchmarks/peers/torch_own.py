@@ -41,6 +41,8 @@ def build(word: str, model: Gpt) -> Step:
 def _replica(word: str, model: Gpt) -> DistributedDataParallel:
     kind, _, number = word.removeprefix("ddp, ").partition(" ")
     megabytes = int(number) if kind == "buckets" else None
+    if kind == "powersgd" and next(model.parameters()).is_cuda:
+        megabytes = 1024  # over gloo its exchanges of several buckets of CUDA tensors get mixed up
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
     if kind == "fp16":
         replica.register_comm_hook(None, default_hooks.fp16_compress_hook)

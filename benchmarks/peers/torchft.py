@@ -1,8 +1,8 @@
 """torchft's DiLoCo over gloo: every rank a replica group of its own, the word says the rest.
 
-"every=20 outer=0.7 delay=0": `sync_every`, the learning rate of the outer optimizer (SGD with Nesterov momentum 0.9, as
-in its example and in the paper), and `fragment_sync_delay`: how many steps the exchange may take beside training. The
-model is one fragment; rank 0's process has the lighthouse; replicas begin alike, so nothing is copied at the start. Its
+"every=20 outer=0.7 momentum=0.9 delay=0": `sync_every`, the outer optimizer (SGD with Nesterov momentum, as in its
+example and in the paper), and `fragment_sync_delay`: how many steps the exchange may take beside training. The model is
+one fragment; rank 0's process has the lighthouse; replicas begin alike, so nothing is copied at the start. Its
 quantized exchange asks for triton. Limits of time are wide: the link is slow.
 """
 
@@ -30,7 +30,9 @@ _kept: list[Any] = []
 def build(word: str, model: nn.Module) -> Step:
     options = dict(pair.split("=") for pair in word.split())
     optimizer = adamw(model)
-    outer = torch.optim.SGD(model.parameters(), lr=float(options["outer"]), momentum=0.9, nesterov=True)
+    outer = torch.optim.SGD(
+        model.parameters(), lr=float(options["outer"]), momentum=float(options["momentum"]), nesterov=True
+    )
     diloco = DiLoCo(
         _manager(model, optimizer),
         [model],

@@ -1,0 +1,125 @@
+"""How many steps each variant of benchmarks/slow_link.py needs to one target loss.
+
+    python -m benchmarks.link_steps [--device cuda] [--lanes 8] [--learning-rates 2.5e-4 5e-4 1e-3] [--seeds 3]
+                                    [--calibrate 200] [--at-most 500] [--target L] [--variants NAMES] [--out FILE]
+                                    [--quick]
+
+The GPT of 27M parameters, two ranks with 4 x 128 tokens each, AdamW, float32, a made-up language
+(benchmarks/language.py), the same global batches for every variant. What is learned in a step does not hang on the link
+or on the processor, so ranks may share a GPU and several jobs may run at once (`--lanes`).
+
+1. The target is the smallest held-out loss that torch DDP has after `--calibrate` steps at any of the learning rates.
+2. Each variant trains from the same weights at each learning rate until it is at the target: evaluated every 5 steps,
+   the mean of three neighbours, or, for variants that exchange now and then, after each exchange only, when there is
+   one model. The learning rate with the fewest steps counts.
+3. At that learning rate the other seeds: other weights, other batches.
+
+Writes benchmarks/results/link_steps.json after each run; `--quick` is a tiny model, into .peers/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import RESULTS, SETTINGS, origin
+from benchmarks.conductor import HOMES, RankError, Setting
+from benchmarks.link_table import best_curve
+from benchmarks.links import Loopback, Task, learn
+from benchmarks.peers import Variant
+from benchmarks.slow_link import PEERS, PLANS, SAME_STEPS, TINY
+
+BASE = "torch DDP"
+NEIGHBOURS = 3
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=[2.5e-4, 5e-4, 1e-3])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--calibrate", type=int, default=200)
+    parser.add_argument("--target", type=float, help="of an earlier run, for more variants")
+    parser.add_argument("--at-most", type=int, default=500)
+    parser.add_argument("--variants", nargs="+", help="peers' names and plans; all where none is given")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a tiny model: does everything run?")
+    return parser.parse_args()
+
+
+class Steps:
+    """What is stored, written after every run."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.out = given.out or (HOMES if given.quick else RESULTS) / "link_steps.json"
+        setting: Setting = TINY if given.quick else SETTINGS["work"]
+        self.task = Task(setting=setting, target=0.0, at_most=given.at_most)
+        plans = {plan: Variant(file="ours", word=plan) for plan in PLANS}
+        known = {name: variant for name, variant in {**PEERS, **plans}.items() if name not in SAME_STEPS}
+        wanted = given.variants or list(known)
+        self.variants = {name: known.get(name) or Variant(file="ours", word=name) for name in wanted}
+        self.bed = Loopback(given.device)
+        self.stored: dict[str, Any] = {
+            "origin": {**origin(), "device": given.device},
+            "setting": vars(setting),
+            "calibrate": given.calibrate,
+            "at_most": given.at_most,
+            "learning_rates": given.learning_rates,
+            "variants": {name: {"failed": "", "curves": {}, "seeds": {}} for name in self.variants},
+        }
+
+    def calibrate(self) -> None:
+        """Set the target by what torch DDP reaches."""
+        if self.given.target:
+            self.task = replace(self.task, target=self.given.target)
+            self.stored["target"] = self.given.target
+            return
+        to_the_end = replace(self.task, at_most=self.given.calibrate)
+        with ThreadPoolExecutor(self.given.lanes) as lanes:
+            rates = self.given.learning_rates
+            curves = list(lanes.map(lambda lr: learn(self.bed, BASE, PEERS[BASE], to_the_end, lr), rates))
+        last = [statistics.fmean(loss for _, loss in curve.points[-NEIGHBOURS:]) for curve in curves]
+        self.task = replace(self.task, target=min(last))
+        self.stored |= {"target": self.task.target, "calibrated": dict(zip(map(str, rates), last, strict=True))}
+        print(f"target {self.task.target:.4f} of {last}", flush=True)
+
+    def take(self, jobs: list[tuple[str, float, int]]) -> None:
+        with ThreadPoolExecutor(self.given.lanes) as lanes:
+            list(lanes.map(lambda job: self._take(*job), jobs))
+
+    def _take(self, name: str, rate: float, seed: int) -> None:
+        one = self.stored["variants"][name]
+        try:
+            curve = learn(self.bed, name, self.variants[name], self.task, rate, seed=seed)
+        except RankError as error:
+            one["failed"] = str(error)
+            print(f"{name} at {rate:g}: {error}", flush=True)
+            return
+        if seed == 0:
+            one["curves"][str(rate)] = asdict(curve)
+        else:
+            one["seeds"][str(seed)] = curve.steps
+        print(f"{name} at {rate:g}, seed {seed}: {curve.steps} steps, last {curve.points[-1:]}", flush=True)
+        self.out.write_text(json.dumps(self.stored, indent=1) + "\n")
+
+    def run(self) -> None:
+        self.calibrate()
+        self.take([(name, rate, 0) for rate in self.given.learning_rates for name in self.variants])
+        best = {name: best_curve(one) for name, one in self.stored["variants"].items()}
+        there = {name: float(found[0]) for name, found in best.items() if found and found[1]["steps"] is not None}
+        self.take([(name, rate, seed) for seed in range(1, self.given.seeds) for name, rate in there.items()])
+
+
+def main() -> None:
+    Steps(options()).run()
+
+
+if __name__ == "__main__":
+    main()
