@@ -183,6 +183,8 @@ def _attach(
     loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
     if many:
         inspect.same_everywhere(given, list(loaders.values()), plan, comm)
+        if plan.replicas > 1:
+            world.parts(plan.replicas)  # here, where all ranks come
         for model in given.models:
             attach.same_weights(model, comm)
             world.undo += batchnorm.synchronise(model, loop) if plan.lockstep else []

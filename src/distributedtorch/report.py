@@ -86,14 +86,15 @@ def _exchange(world: World) -> str:
 
 def _replicas(plan: Plan, world: World) -> str:
     """Who has what, and how it goes from one to the other."""
-    ways = [_way(part) for part in world.parts(plan.replicas)]
-    return f"{plan.replicas} replicas of {world.size // plan.replicas} ranks, {ways[0]} inside and {ways[1]} across"
+    inside, across = world.parts(plan.replicas)
+    each = "1 rank" if inside.alone else f"{inside.world} ranks, {_way(inside)} inside"
+    return f"{plan.replicas} replicas of {each}, {_way(across)} across"
 
 
 def _way(part: Comm) -> str:
     backend = str(dist.get_backend())
-    if part.alone or backend != "gloo":
-        return "nothing" if part.alone else backend
+    if backend != "gloo":
+        return backend
     return "shared memory" if part.shared else "gloo"
 
 

@@ -350,6 +350,8 @@ def clash(left: str, right: str) -> Clash | None:
         return Clash(f"one place for tensors: `{left}` and `{right}` each move them", f"keep `{left}` or `{right}`")
     for asking, other in ((left, right), (right, left)):
         needed = _unmet(asking, other)
+        if needed and WORDS[other].kind != "sync":
+            return Clash(needed, f"keep `{left}` or `{right}`")
         if needed:
             fitting = [row.name for row in WORDS.values() if row.kind == "sync" and not _unmet(asking, row.name)]
             built = [name for name in fitting if name in _menu]
@@ -459,7 +461,8 @@ def _product_fault(world: int, sizes: dict[str, int]) -> str | None:
         return None
     spelled = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     start = f"{world // each * each} or {world // each * each + each}" if world > each else f"{each}"
-    return f"{world} processes given, but {spelled} needs a multiple of {each}: start {start}"
+    given = "1 process" if world == 1 else f"{world} processes"
+    return f"{given} given, but {spelled} needs a multiple of {each}: start {start}"
 
 
 def sources(environ: Mapping[str, str]) -> tuple[str | None, str | None]:
