@@ -46,7 +46,7 @@ def test_pairs_agree_with_check() -> None:
     """A pair that works is accepted; one that is refused, or not built, is not."""
     for left, right, verdict in menu.pairs():
         names = [left, right]
-        if "share" in names and not {WORDS[name].kind for name in names} & {"sync"}:
+        if {"share", "replicate"} & set(names) and not {WORDS[name].kind for name in names} & {"sync"}:
             names.append("zero1")  # with the default, ddp, it is refused
         found = Plan.parse(",".join(WORDS[name].example for name in names)).faults()
         assert verdict.startswith("works") == (not found), (left, right, found)

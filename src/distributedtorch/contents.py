@@ -23,7 +23,7 @@ from distributedtorch.attach import made
 from distributedtorch.checkpoint.plain import Packer
 from distributedtorch.checkpoint.writing import Content, Piece
 from distributedtorch.core.errors import CheckpointError, explain
-from distributedtorch.core.sync import Kept, leaves
+from distributedtorch.core.sync import Kept, leaves, share
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.loader import Loader
 from distributedtorch.data.stream import as_plain, capture
@@ -61,7 +61,7 @@ class _Collector:
         self.share = (writers.index(here().rank), len(writers))
         self.models = RUN.models if model is None else [RUN.models[model]]
         self.keys = keys_of(self.models)
-        self.divided = divided.kept() if divided.ALL else {}
+        self.divided = divided.kept(once=True) if divided.ALL else {}
         syncs = [member.sync for member in here().loop.members] if len(writers) == here().size > 1 else []
         self.agreed = {key: value for sync in syncs for key, value in sync.consensus().items()}
         """By the id of a tensor that replicas have each in its own way what is written for all of them."""
@@ -152,8 +152,8 @@ class _Collector:
         for path, tensor in leaves(values):
             if kept.shape is not None and _has_shape(tensor, kept.shape) and id(tensor) not in pieces:
                 key = pieces[id(tensor)] = f"{prefix}/{'.'.join(map(str, path))}"
-                self.content.pieces.append(_piece(key, param, tensor, kept))
-        if kept.low > 0:
+                self.content.pieces += _piece(key, param, tensor, kept)
+        if kept.low > 0 or kept.copy[0] > 0:
             return {}
         packer = Packer(prefix, f"{prefix}/", pieces)
         packed = {name: packer.pack(value, name) for name, value in values.items()}
@@ -236,15 +236,18 @@ def _whole(key: str, tensor: Tensor, file: str, *, steady: bool = False) -> Piec
     return Piece(key=key, file=file, shape=shape, stride=None, low=0, high=high, tensor=tensor, steady=steady)
 
 
-def _piece(key: str, param: Tensor, values: Tensor, kept: Kept) -> Piece:
-    return Piece(
+def _piece(key: str, param: Tensor, values: Tensor, kept: Kept) -> Iterator[Piece]:
+    low, high = share(kept.low, kept.high, kept.copy)
+    if low == high:
+        return
+    yield Piece(
         key=key,
         file="state",
         shape=tuple(param.shape),
         stride=not_row_major(tuple(param.shape), kept.stride),
-        low=kept.low,
-        high=kept.high,
-        tensor=values.detach().reshape(-1),
+        low=low,
+        high=high,
+        tensor=values.detach().reshape(-1)[low - kept.low : high - kept.low],
         steady=True,
     )
 

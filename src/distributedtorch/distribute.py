@@ -183,6 +183,8 @@ def _attach(
     loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
     if many:
         inspect.same_everywhere(given, list(loaders.values()), plan, comm)
+        if plan.replicas > 1:
+            world.parts(plan.replicas)  # here, where all ranks come
         for model in given.models:
             attach.same_weights(model, comm)
             world.undo += batchnorm.synchronise(model, loop) if plan.lockstep else []
@@ -217,8 +219,7 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
     if world.size > 1 and plan.lockstep:
         attach.rest(models, [*RUN.optimizers, *given.optimizers], world)
         if plan.sync == "zero3":
-            divide = partial(recipes.divide, models=given.models, world=world, whole=False, block=plan.block)
-            attach.frozen(given.models, divide)
+            attach.frozen(given.models, partial(recipes.divide_frozen, models=given.models, plan=plan, world=world))
         elif plan.share:
             attach.frozen(given.models, partial(recipes.keep_once, world=world))
 

@@ -143,6 +143,12 @@ MENU: dict[str, Recipe] = {
         holds="under zero3 the blocks in use: larger ones, more memory and fewer exchanges",
         travels=UNCHANGED,
     ),
+    "replicate": Recipe(
+        traits=Traits(accepts=("flat", "split"), in_groups=True),
+        summary="R groups of neighbouring ranks; each group divides the model between its ranks, and has all of it.",
+        holds="Ψ/S wherever it is Ψ/N without it, for S = N/R ranks of a group",
+        travels="(S-1)/S for (N-1)/N, inside a group; and 2Ψ/S·(R-1)/R across groups: all-reduce of gradients",
+    ),
     **{
         f"wire={name}": Recipe(
             traits=Traits(
@@ -298,6 +304,8 @@ def act(namespace: Namespace) -> int:
 def _legend(plan: Plan, workers: int | None) -> str:
     """What the letters of the table stand for, as numbers where they are known."""
     ranks = "N: ranks" if workers is None else f"N = {workers} ranks, so (N-1)/N = {(workers - 1) / workers:.3g}"
+    if plan.replicas > 1:
+        ranks += f"; R = {plan.replicas} groups" + (f" of S = {workers // plan.replicas}" if workers else " of S = N/R")
     batches = f"; k = {plan.accumulate} batches per optimizer step" if plan.accumulate > 1 else ""
     return f"Ψ: bytes of all parameters; K: optimizer state in parameters (Adam 2); {ranks}{batches}"
 

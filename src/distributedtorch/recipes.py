@@ -13,6 +13,7 @@ from torch import nn
 
 from distributedtorch.core.blocks import block_of_each, blocks_in, small_ones_together
 from distributedtorch.core.bucket import bucket_bytes, lay_out
+from distributedtorch.core.comm import Comm
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.shared import EACH_ITS_OWN
 from distributedtorch.core.sync import Sync, Trained
@@ -45,6 +46,7 @@ from distributedtorch.wire.plain import Plain
 from distributedtorch.wire.powersgd import PowerSgd
 from distributedtorch.wire.quantize import Int8, Sign
 from distributedtorch.wire.sparsify import RandomK, TopK
+from distributedtorch.wire.twofold import Twofold
 
 Build = Callable[[Trained, Plan, World], Sync]
 _SMALL = 1 << 20
@@ -62,14 +64,14 @@ def _zero(stage: int) -> Build:
     def build(trained: Trained, plan: Plan, world: World) -> Sync:
         params, names, name, whole = trained.params, trained.names, trained.name, owns_whole(trained.optimizer)
         memory: Memory
-        way = wire(plan, world)
+        comm, way = _divided_over(plan, world)
         if stage == 3:
-            memory = divide(params, names, trained.models, world, whole=whole, block=trained.block)
+            memory = divide(params, names, trained.models, world, comm, whole=whole, block=trained.block)
         elif isinstance(way, Coded):
             memory = Shown(params, names, travelling(params, way, world.size, whole=whole), way, name)
         else:
             kind = OncePerHost if trained.share and world.comm.unshared != EACH_ITS_OWN else Replicated
-            memory = kind(params, names, lay_out(params, world.size, whole=whole), world.comm, name)
+            memory = kind(params, names, lay_out(params, comm.world, whole=whole), comm, name)
             if isinstance(memory, OncePerHost):
                 world.undo.append(memory.close)
         return Zero(params, names, trained.optimizer, name, memory, wire=way, eager=stage > 1, whole=whole)
@@ -77,27 +79,43 @@ def _zero(stage: int) -> Build:
     return build
 
 
+def _divided_over(plan: Plan, world: World) -> tuple[Comm, Wire]:
+    """The ranks that divide a replica between them, and how gradients are summed over all."""
+    if plan.replicas == 1:
+        return world.comm, wire(plan, world)
+    inside, across = world.parts(plan.replicas)
+    return inside, Twofold(inside, across)
+
+
 def divide(
     params: list[nn.Parameter],
     names: list[str],
     models: list[nn.Module],
     world: World,
+    comm: Comm,
     *,
     whole: bool,
     block: str | None,
 ) -> Divided:
-    """Divide parameters over the ranks and watch their use; `block`: the class of what is gathered at a time."""
+    """Divide parameters over the ranks of `comm` and watch their use; `block`: the class gathered at once."""
     blocks = blocks_in(models, block)
     limit = min(_SMALL, bucket_bytes(sum(p.numel() * p.element_size() for p in params)))
     where = small_ones_together(block_of_each(params, blocks), params, limit)
-    slabs = lay_out(params, world.size, whole=whole, blocks=where)
+    slabs = lay_out(params, comm.world, whole=whole, blocks=where)
     groups: dict[int, list[int]] = {}
     for number, slab in enumerate(slabs):
         groups.setdefault(where[slab.slots[0].index], []).append(number)
     groups.pop(-1, None)
-    memory = Divided(params, names, slabs, groups.values(), world.pull())
+    memory = Divided(params, names, slabs, groups.values(), world.pull(), comm=comm)
     world.undo.append(watch(memory, models, blocks))
     return memory
+
+
+def divide_frozen(
+    params: list[nn.Parameter], names: list[str], models: list[nn.Module], plan: Plan, world: World
+) -> None:
+    """Divide parameters that nothing trains."""
+    divide(params, names, models, world, _divided_over(plan, world)[0], whole=False, block=plan.block)
 
 
 def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> None:

@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from distributedtorch.core.comm import Comm
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.world import World, accelerator
 from distributedtorch.data.loader import Loader
@@ -54,6 +55,7 @@ def parts(
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
     if world.size > 1:
         said.append(f"{_exchange(world)} on {_devices(world)}")
+        said += [_replicas(plan, world)] if plan.replicas > 1 else []
         said += [f"wire {spoken(world.comm)}"] if "across" in plan.options("wire") else []
         said += [f"blocks through host memory ({reason})" for reason in _unreached()]
         divided = _THREADS.get(os.environ.get("DISTRIBUTEDTORCH_THREADS", ""), "")
@@ -80,6 +82,20 @@ def _exchange(world: World) -> str:
     if world.comm.hosts:
         return f"shared memory inside {len(world.comm.hosts.groups)} hosts, gloo across,"
     return "shared memory" if world.comm.shared else f"gloo (no shared memory: {world.comm.unshared})"
+
+
+def _replicas(plan: Plan, world: World) -> str:
+    """Who has what, and how it goes from one to the other."""
+    inside, across = world.parts(plan.replicas)
+    each = "1 rank" if inside.alone else f"{inside.world} ranks, {_way(inside)} inside"
+    return f"{plan.replicas} replicas of {each}, {_way(across)} across"
+
+
+def _way(part: Comm) -> str:
+    backend = str(dist.get_backend())
+    if backend != "gloo":
+        return backend
+    return "shared memory" if part.shared else "gloo"
 
 
 def _devices(world: World) -> str:

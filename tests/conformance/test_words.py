@@ -35,6 +35,9 @@ def test_every_pair_of_words(tmp_path: Path) -> None:
         for plan in PLANS:
             found = load_file(tmp_path / f"{plan},{text}-3.safetensors")
             assert difference(truth, found)[0] <= 1e-9, (plan, text)
+            if text == BALANCED and plan != "ddp":
+                found = load_file(tmp_path / f"{plan},{text},replicate=3-3.safetensors")
+                assert difference(truth, found)[0] <= 1e-9, (plan, text, "replicate=3")
             if text in WITH.get(plan, ()):
                 found = load_file(tmp_path / f"{plan},{text},share-3.safetensors")
                 assert difference(truth, found)[0] <= 1e-9, (plan, text, "share")

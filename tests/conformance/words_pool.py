@@ -89,7 +89,8 @@ def main(folder: Path) -> None:
     torch.set_default_dtype(torch.float64)
     Clock._now = lambda self: Watch.now  # type: ignore[method-assign]
     for plan in PLANS if dt.world() > 1 else PLANS[:1]:
-        for text in [*TEXTS, BALANCED, *(f"{word},share" for word in WITH.get(plan, ()))]:
+        more = [f"{BALANCED},replicate=3"] if plan.startswith("zero") else []
+        for text in [*TEXTS, BALANCED, *more, *(f"{word},share" for word in WITH.get(plan, ()))]:
             state = {name: tensor.contiguous() for name, tensor in train(f"{plan},{text}").state_dict().items()}
             if dt.is_main():
                 save_file(state, folder / f"{plan},{text}-{dt.world()}.safetensors")

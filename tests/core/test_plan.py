@@ -254,9 +254,10 @@ def test_two_precisions() -> None:
         (
             "tensor=2,pipeline=2,replicate=2",
             6,
-            "6 processes given, but tensor 2 x pipeline 2 x replicas 2 needs 8: start 8, or drop replicas and start 4",
+            "6 processes given, but tensor 2 x pipeline 2 x replicas 2 needs a multiple of 8: start 8",
         ),
-        ("replicate=2", 6, "6 processes given, but replicas 2 needs 2: start 2, or drop replicas and keep 6"),
+        ("zero1,replicate=2", 3, "3 processes given, but replicas 2 needs a multiple of 2: start 2 or 4"),
+        ("zero1,replicate=4", 2, "2 processes given, but replicas 4 needs a multiple of 4: start 4"),
         ("tensor=2,context=2", 6, "6 processes given, but tensor 2 x context 2 needs a multiple of 4: start 4 or 8"),
         ("tensor=4", 3, "3 processes given, but tensor 4 needs a multiple of 4: start 4"),
     ],
@@ -267,6 +268,7 @@ def test_world_that_does_not_fit(text: str, world: int, fault: str) -> None:
 
 def test_world_that_fits() -> None:
     assert faults("tensor=2,pipeline=2,replicate=2", 8) == faults("tensor=2", 6) == faults("ddp", 7) == []
+    assert faults("zero1,replicate=2", 6) == faults("zero1,replicate=3", 3) == faults("zero1,replicate=1", 2) == []
     assert faults("tensor=0", 6) == faults("tensor=0")
     assert "at least 1" in faults("ddp", 0)[0]
     assert "on this host" in Plan.parse("ddp").faults(2, 4)[0]

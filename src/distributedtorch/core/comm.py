@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributedtorch.core.errors import DesyncError
-from distributedtorch.core.hosts import Hosts, Relayed
+from distributedtorch.core.hosts import Attended, Hosts, Relayed
 from distributedtorch.core.pairs import Pairs, Posted, Works, wait_all
 from distributedtorch.core.pool import Pool
 from distributedtorch.core.shared import Shared
@@ -49,7 +49,7 @@ class Pending:
 
     def __init__(self, comm: Comm, kind: str, name: str) -> None:
         self.comm, self.kind, self.name = comm, kind, name
-        self.work: Posted | Transfer | Brief | Relayed | None = None
+        self.work: Posted | Transfer | Brief | Relayed | Attended | None = None
         self.tail: list[Callable[[], None]] = []
 
     def arrived(self) -> bool:
@@ -73,10 +73,16 @@ class Pending:
 
 
 class Comm:
-    """The exchanges of one rank with its world."""
+    """The exchanges of one rank with its world, or with a part of it (`part`), in which ranks are places."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world, self.alone = rank, world, world == 1
+        self.whole = self
+        """All ranks of the job."""
+        self.members: Sequence[int] = range(world)
+        """The ranks of the job that take part."""
+        self.group: dist.ProcessGroup | None = None
+        """NCCL's group of them, where they are not all."""
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self.waiting: tuple[str, float] | None = None
         """The exchange the training thread is held in, and since when (monotonic); read by the watch."""
@@ -90,6 +96,8 @@ class Comm:
         """Memory shared with the ranks of this host."""
         self.hosts: Hosts | None = None
         """How they exchange with those of other hosts, where there are any."""
+        self.beside: Hosts | None = None
+        """What goes on on this host while this rank waits over gloo."""
         self.unshared = ""
         """Why there is no shared memory."""
 
@@ -97,6 +105,7 @@ class Comm:
         """Exchange through shared memory from now on, inside each host, or say why not."""
         self.shared, self.unshared = shared, reason
         self.hosts = Hosts(self.rank, groups, shared) if shared is not None and len(groups) > 1 else None
+        self.beside = self.hosts
         self.pool.own = shared.own if shared is not None else None
         if shared is not None:
             shared.pool = self.pool
@@ -149,10 +158,10 @@ class Comm:
         What lies on a GPU stays there where the world has NCCL: the order of its streams is enough, nobody waits.
         """
         if mine.is_cuda and has_nccl():
-            self.count += 1
+            self.whole.count += 1
             self.count_sent("small", mine.numel() * mine.element_size() * (self.world - 1))
             out = mine.new_empty((self.world, *mine.shape))
-            work = _gather(out.view(-1), mine.detach().reshape(-1), async_op=True)
+            work = _gather(out.view(-1), mine.detach().reshape(-1), group=self.group, async_op=True)
             return lambda: _ended(work, out)
         host = mine.detach().to("cpu").contiguous()
         self.count_sent("small", host.numel() * host.element_size() * (self.world - 1))
@@ -164,7 +173,7 @@ class Comm:
 
         def finish() -> Tensor:
             with self.held("small", name):
-                found: Tensor = last() if self.hosts is None else self.hosts.waited(last)
+                found: Tensor = last() if self.beside is None else self.beside.waited(last)
                 return found.to(mine.device)
 
         return finish
@@ -187,8 +196,8 @@ class Comm:
         self.count_sent("broadcast", host.numel() * host.element_size() * others)
         line = self._line("broadcast", everywhere=True)
         with self.held("broadcast", name):
-            if self.hosts is not None:
-                self.hosts.waited(lambda: self.pairs.broadcast(name, host, root))
+            if self.beside is not None:
+                self.beside.waited(lambda: self.pairs.broadcast(name, host, root))
             elif self.shared is None or line is None:
                 self.pairs.broadcast(name, host, root)
             elif not self.shared.broadcast(line, host, root, zlib.crc32(f"{name} from {root}".encode())):
@@ -253,7 +262,7 @@ class Comm:
             return pending
         self.count_sent(kind, self._bytes(flat, bounds, reduce=out is not None, gather=gather))
         if flat.is_cuda and has_nccl():
-            self.count += 1
+            self.whole.count += 1
             works = self._nccl(flat, bounds, reduce=out is not None, gather=gather)
             pending.tail.append(lambda: wait_all(works))
             return pending
@@ -265,7 +274,8 @@ class Comm:
         elif self.shared is not None and line is not None:
             pending.work = self.shared.begin(line, Job(flat, bounds, out, gather))
         else:
-            pending.work = self.pairs.begin(name, flat, bounds, out, gather=gather)
+            posted = self.pairs.begin(name, flat, bounds, out, gather=gather)
+            pending.work = posted if self.beside is None else Attended(self.beside, posted)
         return pending
 
     def _staged(
@@ -289,7 +299,7 @@ class Comm:
 
         `everywhere`: it goes through shared memory only where all ranks share it.
         """
-        self.count += 1
+        self.whole.count += 1
         if everywhere and self.hosts is not None:
             return None
         return self.shared.line(name) if self.shared is not None else None
@@ -305,22 +315,23 @@ class Comm:
         """The same on NCCL's stream: whole-buffer calls where pieces are equal, one per owner where not."""
         whole, mine = flat[bounds[0] : bounds[-1]], flat[bounds[self.rank] : bounds[self.rank + 1]]
         if reduce and gather:
-            return [(dist.all_reduce(whole, async_op=True), self.rank)]
+            return [(dist.all_reduce(whole, group=self.group, async_op=True), self.rank)]
         if len({high - low for low, high in pairwise(bounds)}) == 1:
             if reduce:
-                return [(_scatter(mine, whole, async_op=True), self.rank)]
-            return [(_gather(whole, mine, async_op=True), self.rank)]
-        pieces = [(k, flat[bounds[k] : bounds[k + 1]]) for k in range(self.world) if bounds[k + 1] > bounds[k]]
+                return [(_scatter(mine, whole, group=self.group, async_op=True), self.rank)]
+            return [(_gather(whole, mine, group=self.group, async_op=True), self.rank)]
+        spans = zip(self.members, pairwise(bounds), strict=True)
+        pieces = [(rank, flat[low:high]) for rank, (low, high) in spans if high > low]
         if reduce:
-            return [(dist.reduce(piece, k, async_op=True), k) for k, piece in pieces]
-        return [(dist.broadcast(piece, k, async_op=True), k) for k, piece in pieces]
+            return [(dist.reduce(piece, rank, group=self.group, async_op=True), rank) for rank, piece in pieces]
+        return [(dist.broadcast(piece, rank, group=self.group, async_op=True), rank) for rank, piece in pieces]
 
 
 class _Held:
     """Marks the training thread as waiting, and counts the seconds."""
 
     def __init__(self, comm: Comm, kind: str, name: str) -> None:
-        self.comm, self.kind, self.name = comm, kind, name
+        self.comm, self.kind, self.name = comm.whole, kind, name
 
     def __enter__(self) -> None:
         for act in self.comm.before_waiting:

@@ -103,6 +103,20 @@ class Hosts:
         self.beside.close()
 
 
+class Attended:
+    """An exchange in pairs under way; who waits for it does its part of what is under way on its host."""
+
+    def __init__(self, hosts: Hosts, posted: Posted) -> None:
+        self.hosts, self.posted, self.ends = hosts, posted, posted.ends
+
+    def advance(self, *, wait: bool) -> None:
+        """Nothing to do: a thread does this rank's part."""
+
+    def finish(self) -> None:
+        """Return when the result is in place."""
+        self.hosts.waited(self.posted.finish)
+
+
 class Relayed:
     """One exchange under way."""
 

@@ -11,6 +11,7 @@ Bytes sent by a rank, for a buffer of B bytes over N ranks: reduce-scatter B(N-1
 from __future__ import annotations
 
 import contextlib
+import copy
 import queue
 import threading
 import time
@@ -100,10 +101,20 @@ class Pairs:
 
     def __init__(self, rank: int, world: int, pool: Pool) -> None:
         self.rank, self.world, self.pool = rank, world, pool
+        self.members: Sequence[int] = range(world)
+        """Their ranks in the job."""
+        self.label = ""
         self._counts: dict[str, int] = defaultdict(int)
         self._channels: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self.progress = Beside("exchange")
+
+    def part(self, members: Sequence[int], label: str) -> Pairs:
+        """The same between some of the ranks; `label` tells its exchanges from those of all."""
+        part = copy.copy(self)  # names and counts are kept together: each has a channel of its own
+        part.rank, part.world = members.index(self.members[self.rank]), len(members)
+        part.members, part.label = members, f"{label}/"
+        return part
 
     def begin(self, name: str, flat: Tensor, bounds: Sequence[int], out: Tensor | None, *, gather: bool) -> Posted:
         """Post what can be posted now; a thread sums and posts the rest."""
@@ -116,11 +127,11 @@ class Pairs:
             return posted
         parts = {k: self.pool.borrow(own, flat.dtype) for k in self._others()} if own else {}
         received = list(parts.values())
-        receives = [post(dist.irecv, part, k, tag) for k, part in parts.items()]
+        receives = [self._post(dist.irecv, part, k, tag) for k, part in parts.items()]
         theirs = [(flat[bounds[k] : bounds[k + 1]], k) for k in self._others() if bounds[k + 1] > bounds[k]]
-        sends = [post(dist.isend, piece, k, tag) for piece, k in theirs]
+        sends = [self._post(dist.isend, piece, k, tag) for piece, k in theirs]
         # A rank sends its sum when all parts of it have come, so the sum may be received over what was sent.
-        sums = [post(dist.irecv, piece, k, tag | RESULT) for piece, k in theirs] if gather else []
+        sums = [self._post(dist.irecv, piece, k, tag | RESULT) for piece, k in theirs] if gather else []
 
         def finish() -> None:
             wait_all(receives)
@@ -129,7 +140,7 @@ class Pairs:
                 sum_in_order([parts[k] for k in range(self.world)], out)
                 self.pool.give_back(received)
                 if gather:
-                    sends.extend(post(dist.isend, flat[mine], k, tag | RESULT) for k in self._others())
+                    sends.extend(self._post(dist.isend, flat[mine], k, tag | RESULT) for k in self._others())
             posted.last = lambda: wait_all(sends + sums)
 
         self.progress.hand_over(posted, finish)
@@ -150,16 +161,16 @@ class Pairs:
 
     def swap(self, tag: int, out: Sequence[Tensor], into: Sequence[Tensor]) -> Works:
         """Give each other rank its `out` and fill each `into`; what is empty does not travel."""
-        receives = [post(dist.irecv, into[k], k, tag) for k in self._others() if into[k].numel()]
-        return receives + [post(dist.isend, out[k], k, tag) for k in self._others() if out[k].numel()]
+        receives = [self._post(dist.irecv, into[k], k, tag) for k in self._others() if into[k].numel()]
+        return receives + [self._post(dist.isend, out[k], k, tag) for k in self._others() if out[k].numel()]
 
     def broadcast(self, name: str, host: Tensor, root: int) -> None:
         """Give every rank `root`'s values."""
         tag = self.tag(name)
         if self.rank == root:
-            wait_all([post(dist.isend, host, k, tag) for k in self._others()])
+            wait_all([self._post(dist.isend, host, k, tag) for k in self._others()])
         else:
-            wait_all([post(dist.irecv, host, root, tag)])
+            wait_all([self._post(dist.irecv, host, root, tag)])
 
     def close(self) -> None:
         """End the threads."""
@@ -168,8 +179,11 @@ class Pairs:
     def _gather_posts(self, flat: Tensor, bounds: Sequence[int], tag: int) -> Works:
         mine = flat[bounds[self.rank] : bounds[self.rank + 1]]
         theirs = [(flat[bounds[k] : bounds[k + 1]], k) for k in self._others() if bounds[k + 1] > bounds[k]]
-        receives = [post(dist.irecv, piece, k, tag) for piece, k in theirs]
-        return receives + ([post(dist.isend, mine, k, tag) for k in self._others()] if mine.numel() else [])
+        receives = [self._post(dist.irecv, piece, k, tag) for piece, k in theirs]
+        return receives + ([self._post(dist.isend, mine, k, tag) for k in self._others()] if mine.numel() else [])
+
+    def _post(self, call: Callable[..., dist.Work | None], tensor: Tensor, k: int, tag: int) -> _Work:
+        return post(call, tensor, self.members[k], tag)
 
     def _others(self) -> list[int]:
         """The other ranks, each rank beginning after itself so that not all talk to one."""
@@ -180,14 +194,22 @@ class Pairs:
 
         `count` tells exchanges of one name apart where not all ranks take part in each.
         """
+        name = self.label + name
         self._counts[name] += 1
+        number = self._counts[name] if count is None else count
+        return self._channel(name) << _COUNT_BITS | number % (1 << _COUNT_BITS)
+
+    def meet(self, name: str) -> None:
+        """An exchange of this name will come, on the ranks at different moments: settle its channel now."""
+        self._channel(self.label + name)
+
+    def _channel(self, name: str) -> int:
         if name not in self._channels:
             channel = zlib.crc32(name.encode()) % (1 << _CHANNEL_BITS)
             while self._names.setdefault(channel, name) != name:  # the same way on all ranks, which meet names in order
                 channel = (channel + 1) % (1 << _CHANNEL_BITS)
             self._channels[name] = channel
-        number = self._counts[name] if count is None else count
-        return self._channels[name] << _COUNT_BITS | number % (1 << _COUNT_BITS)
+        return self._channels[name]
 
 
 def relayed_tag(line: int, count: int) -> int:
@@ -195,7 +217,8 @@ def relayed_tag(line: int, count: int) -> int:
     return RELAYED | line << _COUNT_BITS | count & ((1 << _COUNT_BITS) - 1)
 
 
-Works = list[tuple["dist.Work | None", int]]
+_Work = tuple["dist.Work | None", int]
+Works = list[_Work]
 
 
 def wait_all(works: Works) -> None:
@@ -215,7 +238,7 @@ def peer_errors(peer: int) -> Iterator[None]:
         raise _gone(peer, error) from None
 
 
-def post(call: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int) -> tuple[dist.Work | None, int]:
+def post(call: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int) -> _Work:
     """Begin a send or a receive."""
     with peer_errors(peer):
         return call(tensor, peer, tag=tag), peer

@@ -21,7 +21,8 @@ from distributedtorch.core.words import ALIASES, EXCLUSIVE, WORDS, Arg, Row, Tra
 __all__ = ["Plan", "Recipe", "Traits", "Word", "clash", "key", "resolve", "sources", "traits", "use_menu"]
 
 DEFAULT_SYNC = "ddp"
-AXES = ("tensor", "pipeline", "context")
+AXES = {"tensor": "tensor", "pipeline": "pipeline", "context": "context", "replicas": "replicate"}
+"""What the sizes of a mesh are called, and the words that say them."""
 OWNING = {
     "whole": "whole tensors",
     "flat": "flat ranges, with all parameters kept",
@@ -174,6 +175,11 @@ class Plan:
     def recompute(self) -> bool:
         """Whether activations are computed again in backward."""
         return self.get("recompute") is not None
+
+    @property
+    def replicas(self) -> int:
+        """In how many groups of ranks parameters are divided, each group having all of them."""
+        return int(self._number("replicate") or 1)
 
     @property
     def share(self) -> bool:
@@ -344,6 +350,8 @@ def clash(left: str, right: str) -> Clash | None:
         return Clash(f"one place for tensors: `{left}` and `{right}` each move them", f"keep `{left}` or `{right}`")
     for asking, other in ((left, right), (right, left)):
         needed = _unmet(asking, other)
+        if needed and WORDS[other].kind != "sync":
+            return Clash(needed, f"keep `{left}` or `{right}`")
         if needed:
             fitting = [row.name for row in WORDS.values() if row.kind == "sync" and not _unmet(asking, row.name)]
             built = [name for name in fitting if name in _menu]
@@ -363,6 +371,10 @@ def _unmet(asking: str, other: str) -> str | None:
         return f"for `{asking}`, the same sums over ranks in every round; under `{other}` others travel each time"
     if WORDS[asking].kind == "wire" and has.places == "host":
         return f"for `{asking}`, parameters with each rank; under `{other}` they are once per host"
+    if has.in_groups and asks.needs_repeats:
+        return f"for `{asking}`, sums over all ranks at once; under `{other}` they are made in groups, and then across"
+    if has.in_groups and asks.places == "host":
+        return f"for `{asking}`, a range of its own for each rank; under `{other}` ranks of other groups have the same"
     if has.owns != "none" and has.owns not in asks.accepts:
         return f"for `{asking}`, ranks that own {_listed([OWNING[owns] for owns in asks.accepts])}; " + (
             f"under `{other}` they own {OWNING[has.owns]}"
@@ -431,8 +443,7 @@ def _world_faults(plan: Plan, world: int | None, local_world: int | None) -> Ite
     servers = plan.options("server").get("servers", 1) if plan.sync == "server" else 1
     if isinstance(servers, int) and servers > world:
         yield explain(f"{servers} servers given for {world} processes", "at most one beside each", "give fewer servers")
-    sizes = {axis: size for axis in AXES if (size := _axis(plan, axis))}
-    fault = _product_fault(world, sizes, _axis(plan, "replicate"))
+    fault = _product_fault(world, {said: size for said, axis in AXES.items() if (size := _axis(plan, axis))})
     if fault:
         yield fault
 
@@ -443,21 +454,15 @@ def _axis(plan: Plan, name: str) -> int | None:
     return word.value if word and legal(word) and isinstance(word.value, int) else None
 
 
-def _product_fault(world: int, sizes: dict[str, int], replicas: int | None) -> str | None:
-    """The product of the axes spelled out, if the world does not fit it."""
+def _product_fault(world: int, sizes: dict[str, int]) -> str | None:
+    """The product of the axes spelled out, if the world is no multiple of it."""
     each = prod(sizes.values())
-    spelled = " x ".join(
-        f"{axis} {size}" for axis, size in (sizes | ({"replicas": replicas} if replicas else {})).items()
-    )
-    fitting = max(each, world // each * each)
-    if replicas and each * replicas != world:
-        without = f"{'keep' if fitting == world else 'start'} {fitting}"
-        needs = each * replicas
-        return f"{world} processes given, but {spelled} needs {needs}: start {needs}, or drop replicas and {without}"
-    if not replicas and world % each:
-        start = f"{fitting}" if fitting > world else f"{fitting} or {fitting + each}"
-        return f"{world} processes given, but {spelled} needs a multiple of {each}: start {start}"
-    return None
+    if world % each == 0:
+        return None
+    spelled = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    start = f"{world // each * each} or {world // each * each + each}" if world > each else f"{each}"
+    given = "1 process" if world == 1 else f"{world} processes"
+    return f"{given} given, but {spelled} needs a multiple of {each}: start {start}"
 
 
 def sources(environ: Mapping[str, str]) -> tuple[str | None, str | None]:

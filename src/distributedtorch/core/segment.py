@@ -187,6 +187,15 @@ class Board:
             self._ends.register(fd, select.POLLIN)
         self._stopped: set[int] = set()
         self._ringing = threading.Lock()
+        self.whole = self
+        """All ranks of this host, where this is a part of them."""
+
+    def part(self, places: Sequence[int]) -> Board:
+        """The same for some of the ranks: only their ends are the end of an exchange between them."""
+        pids, names = ([each[k] for k in places] for each in (self.pids, self.names))
+        part = Board(places.index(self.rank), [self.segments[k] for k in places], pids, self.say, names)
+        part.whole, part._ringing, part.seconds_to_wait = self, self._ringing, self.seconds_to_wait
+        return part
 
     def put(self, line: int, word: int, value: int) -> None:
         """Say how far this rank is, and wake who sleeps."""
@@ -223,11 +232,11 @@ class Board:
             if self.reached(peer, line, word, value):  # who was waiting for the same may have ended since, in order
                 return
             if ended:
-                raise PeerError(f"rank {self._first(self.names[ended[0]])} is gone (its process has ended)")
+                raise PeerError(f"rank {self.whole._first(self.names[ended[0]])} is gone (its process has ended)")
             if waited > self.seconds_to_wait:
                 raise PeerError(f"rank {self.names[peer]} has not come for {waited:.0f} s")
             if waited > _SECONDS_TO_SUSPECT:
-                self._name_stopped()
+                self.whole._name_stopped()
 
     def _sleep(self, heard: list[int]) -> None:
         """Until anybody says anything new, but not for long."""

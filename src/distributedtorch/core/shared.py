@@ -66,6 +66,15 @@ class Shared:
         """Blocks that must not come free while others may look at them."""
         board.meanwhile = self.poll
 
+    def part(self, places: Sequence[int], label: str) -> Shared:
+        """The same between some of the ranks; `label` tells its exchanges from those of all."""
+        segments = [self.segments[k] for k in places]
+        part = Shared(
+            places.index(self.rank), self.own, segments, self.board.part(places), lambda n: self.number(f"{label}/{n}")
+        )
+        part._open, part.pool = self._open, self.pool  # whoever waits does what is under way anywhere
+        return part
+
     def line(self, name: str) -> int | None:
         """The line of an exchange; None where there are more names than lines."""
         if name not in self._lines:

@@ -41,6 +41,8 @@ class Kept:
     """The memory order."""
     shape: tuple[int, ...] | None
     """The shape in which values of the parameter's own shape are kept in pieces; None: they are kept whole."""
+    copy: tuple[int, int] = (0, 1)
+    """Which of how many ranks that keep the same this one is."""
 
 
 class Sync(ABC):
@@ -183,6 +185,12 @@ def leaves(value: Any, *path: Any) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             yield from leaves(item, *path, number)
+
+
+def share(low: int, high: int, copy: tuple[int, int]) -> tuple[int, int]:
+    """Of a range that several ranks keep, the part that the one of this number stands for."""
+    number, copies = copy
+    return low + (high - low) * number // copies, low + (high - low) * (number + 1) // copies
 
 
 def bytes_of(tensor: Tensor) -> int:

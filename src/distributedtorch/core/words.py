@@ -215,6 +215,8 @@ class Traits:
     """Whether the same sums over ranks travel in every round, so that what one leaves out can be added to the next."""
     needs_repeats: bool = False
     """Whether it works only then."""
+    in_groups: bool = False
+    """Whether ranks divide what they own in groups that each have all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -451,7 +453,7 @@ _ROWS = (
     _row("split", "tensor=2", "ranks that divide each layer", PLAIN, takes=COUNT),
     _row("split", "pipeline=4", "ranks that divide the layers into stages", PLAIN, takes=COUNT),
     _row("split", "context=2", "ranks that divide each sequence", PLAIN, takes=COUNT),
-    _row("split", "replicate=2", "replicas of the model", PLAIN, takes=COUNT),
+    _row("split", "replicate=2", "replicas, each divided over a group of neighbouring ranks", takes=COUNT),
     _row("wire", "wire=bf16", "exchange in bfloat16"),
     _row("wire", "wire=fp16", "exchange in float16, with a scale per block"),
     _row("wire", "wire=int8", "exchange in 8-bit integers with a scale per block, rounded at random"),

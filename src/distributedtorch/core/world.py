@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from distributedtorch.core.comm import Comm
+from distributedtorch.core.part import parts
 from distributedtorch.core.pull import Pull
 from distributedtorch.core.step import Loop
 
@@ -27,6 +28,13 @@ class World:
     undo: list[Callable[[], None]] = field(default_factory=list)
     """What puts the user's objects back as they were."""
     _pull: list[Pull] = field(default_factory=list)
+    _parts: dict[int, tuple[Comm, Comm]] = field(default_factory=dict)
+
+    def parts(self, replicas: int) -> tuple[Comm, Comm]:
+        """The ranks that divide a replica with this one, and those with its place in others (all must come to it)."""
+        if replicas not in self._parts:
+            self._parts[replicas] = parts(self.comm, replicas)
+        return self._parts[replicas]
 
     def pull(self) -> Pull:
         """Pieces on request, from the first use on (all ranks must come to it)."""

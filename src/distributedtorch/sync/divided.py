@@ -19,8 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from distributedtorch.core.bucket import Slab, Slot, is_empty
+from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
+from distributedtorch.core.part import copy_of, everywhere
 from distributedtorch.core.pull import Fetch, Pull
+from distributedtorch.core.sync import share
 from distributedtorch.sync.memory import Memory, checksum, move_in
 
 
@@ -75,7 +78,8 @@ class Unit:
             self.flat.zero_()
             return
         self.flat[self.range].copy_(self.own)
-        self.fetch = self.memory.pull.fetch(self.number, self.flat, self.slab.bounds)
+        bounds = everywhere(self.memory.comm, self.slab.bounds)
+        self.fetch = self.memory.pull.fetch(self.number, self.flat, bounds)
 
     def arrive(self) -> Tensor:
         """Wait until it is all there."""
@@ -135,8 +139,10 @@ class Divided(Memory):
         slabs: Sequence[Slab],
         groups: Iterable[Sequence[int]],
         pull: Pull,
+        *,
+        comm: Comm,
     ) -> None:
-        self.comm, self.pull, self.params, self.slabs = pull.comm, pull, params, slabs
+        self.comm, self.pull, self.params, self.slabs = comm, pull, params, slabs
         self.names = {id(param): said for param, said in zip(params, names, strict=True)}
         self.units: list[Unit] = []
         self.trail = _START
@@ -263,12 +269,16 @@ def fence() -> None:
             raise DesyncError(_uneven(_name_of(number), rank, everywhere[0][number], editions[number]))
 
 
-def kept() -> dict[int, tuple[Slot, int, int, Tensor]]:
-    """What this rank keeps of every divided parameter, by its id: elements from and to in memory order, and values."""
+def kept(*, once: bool = False) -> dict[int, tuple[Slot, int, int, Tensor]]:
+    """What this rank keeps of every divided parameter, by its id: elements from and to in memory order, and values.
+
+    `once`: of what other replicas keep too, a share, so that all ranks together have everything once.
+    """
     found = {}
     for unit in [unit for memory in ALL for unit in memory.units]:
         for slot, param in zip(unit.slab.slots, unit.params, strict=True):
             low, high = unit.slab.piece(slot, unit.memory.comm.rank)
+            low, high = share(low, high, copy_of(unit.memory.comm)) if once else (low, high)
             first = slot.start - unit.range.start
             found[id(param)] = slot, low, high, unit.own[first + low : first + high]
     return found

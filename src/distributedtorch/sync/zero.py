@@ -3,7 +3,7 @@
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
 Each rank holds: parameters Psi, or Psi/N and the block in use (stage 3); gradients Psi (stage 1) or Psi/N and a few
-buckets; optimizer state K Psi/N.
+buckets; optimizer state K Psi/N. Under `replicate=R` the ranks of a replica divide it: N/R in place of N.
 Travels per step and rank: Psi (N-1)/N, the reduce-scatter of gradients, and Psi (N-1)/N, the gather of parameters;
 stage 3 gathers them twice, for forward and for backward. Stages 2 and 3 send the gradients' part at every backward,
 stage 1 once per optimizer step under `accumulate`.
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from distributedtorch.core.bucket import Slab, Slot
 from distributedtorch.core.comm import Pending
+from distributedtorch.core.part import copy_of
 from distributedtorch.core.plan import Traits
 from distributedtorch.core.sync import Kept, Sync, bytes_of
 from distributedtorch.core.wire import Wire
@@ -143,14 +144,14 @@ class Zero(Sync):
             self.content = [False] * len(self.params)
 
     def ready(self, index: int, *, again: bool) -> None:
-        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.world / self.root
+        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.whole.world / self.root
         self.collect.ready(index, again=again)
 
     def hold(self) -> None:
         self.collect.held = True
 
     def launch_rest(self) -> None:
-        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.world / self.root
+        self.collect.scale = self.scale if not self.eager else 1.0 / self.comm.whole.world / self.root
         self.collect.launch_rest()
 
     def _send(self, cell: Cell, flat: Tensor, bounds: Sequence[int]) -> Pending:
@@ -190,7 +191,7 @@ class Zero(Sync):
         if collect.hide:
             self.content = shown if self.eager else self.content
             return
-        self._window(self.scale * self.comm.world * self.root if self.eager else 1.0)
+        self._window(self.scale * self.comm.whole.world * self.root if self.eager else 1.0)
         for index, aside in self.kept.items():
             self.held[index].local.add_(aside)
             shown[index] = True
@@ -289,7 +290,7 @@ class Zero(Sync):
         held = self.held[index]
         low, high = held.bounds[self.comm.rank : self.comm.rank + 2]
         shape = None if self.whole else tuple(held.local.shape)
-        return Kept(low=low, high=high, stride=tuple(held.slot.stride), shape=shape)
+        return Kept(low=low, high=high, stride=tuple(held.slot.stride), shape=shape, copy=copy_of(self.comm))
 
     def bytes_held(self) -> dict[str, int]:
         grads = [*self.collect.buffers(), *self.shards]
