@@ -3,7 +3,8 @@
 Two ranks on the loopback of a network namespace of their own (needs root), a GPT of 27M parameters; sent per step and
 rank over what the same plan would send without the wire. A job sends something while it trains nothing, too (beats of
 the watch and the supervisor): its rate is measured in the same run while all ranks sleep, before and after the steps,
-and taken off for the seconds that the steps took. Both figures are stored, and what was measured while idle.
+and taken off for the seconds that the steps took. Both figures are stored, what was measured while idle, and how many
+segments TCP sent again (none are lost on loopback: see memory_wire.py for why it would).
 `python -m benchmarks.wire_bytes` writes benchmarks/results/wire_bytes.json; more than 2% from the stated ratio, without
 the idle rate, counts as a fault. `--only topk` runs the pairs whose text has this word and stores nothing.
 """
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 import distributedtorch as dt
-from benchmarks.memory_wire import MIB, alone, counters
+from benchmarks.memory_wire import MIB, alone, counters, sent_again
 from benchmarks.step_time import ROOT, Gpt, machine
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.wire import SMALL
@@ -131,15 +132,15 @@ def inside(out: Path, sync: str, wire: str) -> None:
             optimizer.zero_grad()
 
     steps()
-    rests, before = [idle()], counted()
+    rests, before, again = [idle()], counted(), sent_again()
     sent, seconds = between_barriers(steps)
-    ours = (counted() - before) / STEPS
+    ours, again = (counted() - before) / STEPS, sent_again() - again
     rests.append(idle())
     if dt.is_main():
         plain, each = due(sync, psi, dt.world()), STEPS * dt.world()
         rate = sum(rest["bytes per second"] for rest in rests) / len(rests)
         row: dict[str, Any] = {"sync": sync, "wire": wire, "counted": round(ours), "stated": round(ratio * plain)}
-        row |= {"stated ratio": ratio, "seconds": seconds, "idle": rests}
+        row |= {"stated ratio": ratio, "seconds": seconds, "idle": rests, "segments sent again": again}
         row |= {"raw": figures(sent / each, plain, ratio)}
         row |= {"corrected": figures((sent - rate * seconds) / each, plain, ratio)}
         (out / "row.json").write_text(json.dumps(row))
