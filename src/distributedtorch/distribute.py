@@ -218,7 +218,7 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
         attach.rest(models, [*RUN.optimizers, *given.optimizers], world)
         if plan.sync == "zero3":
             divide = partial(recipes.divide, models=given.models, world=world, whole=False, block=plan.block)
-            attach.frozen(given.models, divide)
+            attach.frozen(given.models, partial(divide, way=recipes.wire(plan, world)))
         elif plan.share:
             attach.frozen(given.models, partial(recipes.keep_once, world=world))
 

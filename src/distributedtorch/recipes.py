@@ -22,10 +22,11 @@ from distributedtorch.launch.address import own_address
 from distributedtorch.launch.ranks import KEPT_VARIABLE
 from distributedtorch.report import say
 from distributedtorch.serve.terms import Terms
+from distributedtorch.sync import encoded
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.diloco import Diloco
-from distributedtorch.sync.divided import Divided
+from distributedtorch.sync.divided import Divided, Unit
 from distributedtorch.sync.gossip import Gossip
 from distributedtorch.sync.groups import Groups
 from distributedtorch.sync.late import Late
@@ -64,7 +65,7 @@ def _zero(stage: int) -> Build:
         memory: Memory
         way = wire(plan, world)
         if stage == 3:
-            memory = divide(params, names, trained.models, world, whole=whole, block=trained.block)
+            memory = divide(params, names, trained.models, world, whole=whole, block=trained.block, way=way)
         elif isinstance(way, Coded):
             memory = Shown(params, names, travelling(params, way, world.size, whole=whole), way, name)
         else:
@@ -85,17 +86,19 @@ def divide(
     *,
     whole: bool,
     block: str | None,
+    way: Wire,
 ) -> Divided:
     """Divide parameters over the ranks and watch their use; `block`: the class of what is gathered at a time."""
     blocks = blocks_in(models, block)
     limit = min(_SMALL, bucket_bytes(sum(p.numel() * p.element_size() for p in params)))
     where = small_ones_together(block_of_each(params, blocks), params, limit)
-    slabs = lay_out(params, world.size, whole=whole, blocks=where)
+    slabs = travelling(params, way, world.size, whole=whole, blocks=where)
     groups: dict[int, list[int]] = {}
     for number, slab in enumerate(slabs):
         groups.setdefault(where[slab.slots[0].index], []).append(number)
     groups.pop(-1, None)
-    memory = Divided(params, names, slabs, groups.values(), world.pull())
+    make = encoded.by(way.code) if isinstance(way, Coded) else Unit
+    memory = Divided(params, names, slabs, groups.values(), world.pull(), make=make)
     world.undo.append(watch(memory, models, blocks))
     return memory
 
