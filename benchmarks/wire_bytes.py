@@ -76,8 +76,9 @@ def stated(wire: str, model: torch.nn.Module) -> float:
     return sent / total
 
 
-def due(sync: str, psi: int, ranks: int) -> float:
+def due(sync: str, model: Gpt, ranks: int) -> float:
     """Bytes per step and rank without a wire."""
+    psi = _bytes(model)
     often = 1 / EVERY if "every" in sync else 1.0
     if sync.startswith("gossip"):
         return psi * often
@@ -85,7 +86,14 @@ def due(sync: str, psi: int, ranks: int) -> float:
         return 2.0 * psi  # to and from a server, also beside one
     if sync.startswith("groups"):
         often = 1.0  # at first everything moves
+    if sync == "zero3":  # backward needs no embedding, and finds the head where forward has left it
+        once = sum(map(_bytes, (model.head, model.norm, model.token, model.place)))
+        return (3 * psi - once) * (ranks - 1) / ranks
     return 2 * psi * (ranks - 1) / ranks * often
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in module.parameters())
 
 
 def between_barriers(act: Callable[[], None]) -> tuple[int, float]:
@@ -120,8 +128,7 @@ def inside(out: Path, sync: str, wire: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: Any = Gpt(layers=6, d=512, vocabulary=8192, length=16, tied=0)
-    psi = sum(p.numel() * p.element_size() for p in model.parameters())
-    ratio = stated(wire, model)
+    ratio, plain = stated(wire, model), due(sync, model, dt.world())
     model, optimizer = dt.distribute(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=f"{sync},{wire}")
     ids = torch.randint(0, 8192, (1, 17))
 
@@ -137,7 +144,7 @@ def inside(out: Path, sync: str, wire: str) -> None:
     ours, again = (counted() - before) / STEPS, sent_again() - again
     rests.append(idle())
     if dt.is_main():
-        plain, each = due(sync, psi, dt.world()), STEPS * dt.world()
+        each = STEPS * dt.world()
         rate = sum(rest["bytes per second"] for rest in rests) / len(rests)
         row: dict[str, Any] = {"sync": sync, "wire": wire, "counted": round(ours), "stated": round(ratio * plain)}
         row |= {"stated ratio": ratio, "seconds": seconds, "idle": rests, "segments sent again": again}
