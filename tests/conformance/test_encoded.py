@@ -1,4 +1,4 @@
-"""zero3 with a wire: equal to the algorithm written out, at 2, 3 and 4 ranks, through shared memory and without it."""
+"""zero3 with a wire: equal to the algorithm written out, at 2, 3 and 4 ranks, in shared memory, without it, on two hosts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ POOL = "tests.conformance.encoded_pool"
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_divided_parameters_travel_as_codes(world: int, tmp_path: Path) -> None:
     environ = {"DISTRIBUTEDTORCH_SHARED": "0"} if world == 3 else {}
-    ended = forked.run(world, POOL, str(tmp_path), environ=environ)
+    hosts = ("tests.hosts", "0,0,1,1") if world == 4 else ()
+    ended = forked.run(world, *hosts, POOL, str(tmp_path), environ=environ)
     assert ended.returncode == 0, ended.stderr
     assert "encoded as written out" in ended.stdout
