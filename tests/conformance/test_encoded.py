@@ -1,4 +1,4 @@
-"""zero3 with a wire: equal to the algorithm written out, at 2, 3 and 4 ranks, in shared memory, without it, on two hosts."""
+"""zero3 with a wire: equal to the algorithm written out, in shared memory, without it, and on two hosts."""
 
 from __future__ import annotations
 
