@@ -34,7 +34,7 @@ from distributedtorch.core.world import here
 from distributedtorch.menu import pairs
 from distributedtorch.wire.quantize import INT8_BLOCK, SIGN_BLOCK
 
-STEPS, EVERY, RATIO, RANK = 4, 2, 0.01, 4
+STEPS, EVERY, RATIO, RANK = 2, 2, 0.01, 4
 SECONDS_IDLE = 4.0
 TEXTS = {
     **{name: f"{name}(every={EVERY})" for name in ("local", "diloco", "groups", "gossip")},
