@@ -19,7 +19,7 @@ from distributedtorch.core.comm import Comm, Pending
 
 _AHEAD = 1
 SMALL = 1024
-"""Parameters of fewer elements travel as they are."""
+"""Parameters of fewer elements travel as they are, and so do complex and whole numbers."""
 
 
 class Wire(ABC):
@@ -57,9 +57,9 @@ def travelling(
     return lay_out(params, world, whole=whole, blocks=blocks, kinds=kinds, cut=wire.cuts)
 
 
-def is_small(slots: Sequence[Slot]) -> bool:
-    """Whether an exchange has small parameters only."""
-    return all(slot.numel < SMALL for slot in slots)
+def is_plain(slots: Sequence[Slot], dtype: torch.dtype) -> bool:
+    """Whether an exchange is of what no wire makes smaller: small parameters only, or no real numbers."""
+    return not dtype.is_floating_point or all(slot.numel < SMALL for slot in slots)
 
 
 def sums(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from distributedtorch.core.bucket import Slab
-from distributedtorch.core.wire import Code, is_small
+from distributedtorch.core.wire import Code, is_plain
 from distributedtorch.sync.divided import Divided, Unit
 from distributedtorch.sync.memory import checksum
 
@@ -94,7 +94,7 @@ def by(code: Code) -> Callable[[Divided, Slab, Sequence[nn.Parameter]], Unit]:
     """What makes a unit of each slab: one that travels by this code, where it has large parameters of numbers."""
 
     def made(memory: Divided, slab: Slab, params: Sequence[nn.Parameter]) -> Unit:
-        plain = is_small(slab.slots) or not slab.dtype.is_floating_point
+        plain = is_plain(slab.slots, slab.dtype)
         return Unit(memory, slab, params) if plain else Encoded(memory, slab, params, code)
 
     return made
