@@ -30,9 +30,8 @@ class Unit:
     def __init__(self, memory: Divided, slab: Slab, params: Sequence[nn.Parameter]) -> None:
         self.memory, self.slab = memory, slab
         self.params = [params[slot.index] for slot in slab.slots]
-        low, high = slab.bounds[memory.comm.rank : memory.comm.rank + 2]
-        self.range = slice(low, high)
-        self.own = memory.comm.pool.zeros(high - low, slab.dtype, slab.device)
+        self.range = slice(*slab.bounds[memory.comm.rank : memory.comm.rank + 2])
+        self.own = memory.comm.pool.zeros(self.range.stop - self.range.start, slab.dtype, slab.device)
         self.flat: Tensor | None = None
         """All of it, while it is here."""
         self.fetch: Fetch | None = None
@@ -129,7 +128,7 @@ class Unit:
         self.own = self.memory.pull.replace(self.number, self.arrive()[self.range])
 
     def updated(self) -> None:
-        """After a fence and new values in this rank's range: others can have them."""
+        """This rank's range has new values, after a fence: others can have them."""
         self.memory.pull.changed(self.number)
 
     def exact(self) -> Tensor:
