@@ -1,9 +1,10 @@
 """Bytes of every pair of a sync and a wire, by the interface, beside what the wire says of itself.
 
 Two ranks on the loopback of a network namespace of their own (needs root), a GPT of 27M parameters; sent per step and
-rank over what the same plan would send without the wire. A job sends something while it trains nothing, too (beats of
-the watch and the supervisor): its rate is measured in the same run while all ranks sleep, before and after the steps,
-and taken off for the seconds that the steps took. Both figures are stored, and what was measured while idle.
+rank over what the same plan would send without the wire. One job runs all wires of a sync. A job sends something while
+it trains nothing, too (beats of the watch and the supervisor): its rate is measured while all ranks sleep, at the first
+wire and after the last, and taken off for the seconds that the steps took. Both figures are stored, what was measured
+while idle, and how many segments TCP sent again (loopback loses none: see memory_wire.py for why it would).
 `python -m benchmarks.wire_bytes` writes benchmarks/results/wire_bytes.json; more than 2% from the stated ratio, without
 the idle rate, counts as a fault. `--only topk` runs the pairs whose text has this word and stores nothing.
 """
@@ -25,15 +26,16 @@ import torch
 import torch.nn.functional as F
 
 import distributedtorch as dt
-from benchmarks.memory_wire import MIB, alone, counters
+from benchmarks.memory_wire import MIB, alone, counters, sent_again
 from benchmarks.step_time import ROOT, Gpt, machine
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.wire import SMALL
 from distributedtorch.core.world import here
+from distributedtorch.distribute import release
 from distributedtorch.menu import pairs
 from distributedtorch.wire.quantize import INT8_BLOCK, SIGN_BLOCK
 
-STEPS, EVERY, RATIO, RANK = 4, 2, 0.01, 4
+STEPS, EVERY, RATIO, RANK = 2, 2, 0.01, 4
 SECONDS_IDLE = 4.0
 TEXTS = {
     **{name: f"{name}(every={EVERY})" for name in ("local", "diloco", "groups", "gossip")},
@@ -75,8 +77,9 @@ def stated(wire: str, model: torch.nn.Module) -> float:
     return sent / total
 
 
-def due(sync: str, psi: int, ranks: int) -> float:
+def due(sync: str, model: Gpt, ranks: int) -> float:
     """Bytes per step and rank without a wire."""
+    psi = _bytes(model)
     often = 1 / EVERY if "every" in sync else 1.0
     if sync.startswith("gossip"):
         return psi * often
@@ -84,7 +87,14 @@ def due(sync: str, psi: int, ranks: int) -> float:
         return 2.0 * psi  # to and from a server, also beside one
     if sync.startswith("groups"):
         often = 1.0  # at first everything moves
+    if sync == "zero3":  # backward needs no embedding, and finds the head where forward has left it
+        once = sum(map(_bytes, (model.head, model.norm, model.token, model.place)))
+        return (3 * psi - once) * (ranks - 1) / ranks
     return 2 * psi * (ranks - 1) / ranks * often
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in module.parameters())
 
 
 def between_barriers(act: Callable[[], None]) -> tuple[int, float]:
@@ -115,12 +125,20 @@ def figures(found: float, plain: float, ratio: float) -> dict[str, float]:
     return {"bytes": round(found), "ratio": found / plain, "off": found / plain / ratio - 1}
 
 
-def inside(out: Path, sync: str, wire: str) -> None:
+def inside(out: Path, sync: str, wires: list[str]) -> None:
+    """One rank: every wire in turn, a file for each."""
     torch.set_num_threads(1)
+    rests: list[dict[str, float]] = []
+    rows = [counted_row(sync, wire, rests, last=wire == wires[-1]) for wire in wires]
+    if dt.is_main():
+        (out / "rows.json").write_text(json.dumps([with_ratios(row, rests) for row in rows]))
+
+
+def counted_row(sync: str, wire: str, rests: list[dict[str, float]], *, last: bool) -> dict[str, Any]:
+    """What one pair sends; `rests` gets what the job sends while idle."""
     torch.manual_seed(0)
     model: Any = Gpt(layers=6, d=512, vocabulary=8192, length=16, tied=0)
-    psi = sum(p.numel() * p.element_size() for p in model.parameters())
-    ratio = stated(wire, model)
+    ratio, plain = stated(wire, model), due(sync, model, dt.world())
     model, optimizer = dt.distribute(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=f"{sync},{wire}")
     ids = torch.randint(0, 8192, (1, 17))
 
@@ -131,48 +149,61 @@ def inside(out: Path, sync: str, wire: str) -> None:
             optimizer.zero_grad()
 
     steps()
-    rests, before = [idle()], counted()
+    rests += [] if rests else [idle()]
+    before, again = counted(), sent_again()
     sent, seconds = between_barriers(steps)
-    ours = (counted() - before) / STEPS
-    rests.append(idle())
-    if dt.is_main():
-        plain, each = due(sync, psi, dt.world()), STEPS * dt.world()
-        rate = sum(rest["bytes per second"] for rest in rests) / len(rests)
-        row: dict[str, Any] = {"sync": sync, "wire": wire, "counted": round(ours), "stated": round(ratio * plain)}
-        row |= {"stated ratio": ratio, "seconds": seconds, "idle": rests}
-        row |= {"raw": figures(sent / each, plain, ratio)}
-        row |= {"corrected": figures((sent - rate * seconds) / each, plain, ratio)}
-        (out / "row.json").write_text(json.dumps(row))
+    ours, again = (counted() - before) / STEPS, sent_again() - again
+    rests += [idle()] if last else []
+    release()
+    found = {"sync": sync, "wire": wire, "counted": round(ours), "stated": round(ratio * plain)}
+    return {
+        **found,
+        "stated ratio": ratio,
+        "plain": plain,
+        "sent": sent,
+        "seconds": seconds,
+        "segments sent again": again,
+    }
 
 
-def measured(sync: str, wire: str) -> dict[str, Any]:
-    """One pair, in a job of its own."""
+def with_ratios(row: dict[str, Any], rests: list[dict[str, float]]) -> dict[str, Any]:
+    """The row, as measured and without what the job sends while idle."""
+    rate = sum(rest["bytes per second"] for rest in rests) / len(rests)
+    sent, each = row["sent"], STEPS * dt.world()
+    ratios = {"raw": sent, "corrected": sent - rate * row["seconds"]}
+    found = {which: figures(value / each, row["plain"], row["stated ratio"]) for which, value in ratios.items()}
+    return {**row, "idle": rests, **found}
+
+
+def measured(sync: str, wires: list[str]) -> list[dict[str, Any]]:
+    """All wires of a sync, in one job."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", "-m", "benchmarks.wire_bytes"]
         environ = {**os.environ, "DISTRIBUTEDTORCH_SHARED": "0", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
-        words = ["--inside", out, sync, wire]
+        words = ["--inside", out, sync, *wires]
         ended = subprocess.run([*command, *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-        found = Path(out, "row.json")
+        found = Path(out, "rows.json")
         if not found.exists():
-            return {"sync": sync, "wire": wire, "failed": ended.stderr[-500:]}
-        row: dict[str, Any] = json.loads(found.read_text())
-        return row
+            return [{"sync": sync, "wire": wire, "failed": ended.stderr[-500:]} for wire in wires]
+        rows: list[dict[str, Any]] = json.loads(found.read_text())
+        return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--inside", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="only pairs whose text has this; nothing is stored")
     given = parser.parse_args()
     if given.inside:
-        inside(Path(given.inside[0]), *given.inside[1:])
+        inside(Path(given.inside[0]), given.inside[1], given.inside[2:])
         return 0
     alone()
     rows: list[dict[str, Any]] = []
-    for sync, wire in plans():
-        if given.only in f"{sync},{wire}":
-            rows.append(measured(sync, wire))
-            print(f"{sync:16} {wire:22} {_said(rows[-1])}", flush=True)
+    asked = [(sync, wire) for sync, wire in plans() if given.only in f"{sync},{wire}"]
+    for sync in dict.fromkeys(sync for sync, _ in asked):
+        for row in measured(sync, [wire for other, wire in asked if other == sync]):
+            rows.append(row)
+            print(f"{sync:16} {row['wire']:22} {_said(row)}", flush=True)
     faults = {
         which: sum("failed" in row or abs(row[which]["off"]) > 0.02 for row in rows) for which in ("raw", "corrected")
     }

@@ -19,6 +19,8 @@ from distributedtorch.core.words import WORDS
 
 UNCHANGED = "as without it"
 LEFT_OUT = "what was left out, Ψ(1 + 1/N), kept for the next time"
+VALUES = ("bf16", "fp16", "int8")
+"""Wires whose codes are near the values themselves, so that parameters can be computed with after them."""
 PAIR_TEST: str | None = "tests/conformance/test_words.py"
 """The test that trains under every pair of built words; None while there is none."""
 
@@ -153,7 +155,10 @@ MENU: dict[str, Recipe] = {
         f"wire={name}": Recipe(
             traits=Traits(
                 exact=False,
-                accepts=("whole",) if name == "powersgd" else ("whole", "flat", "served"),
+                accepts=(
+                    *(("whole",) if name == "powersgd" else ("whole", "flat", "served")),
+                    *(("split",) if name in VALUES else ()),
+                ),
                 needs_repeats=True,
             ),
             summary=summary,

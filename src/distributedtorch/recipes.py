@@ -23,10 +23,11 @@ from distributedtorch.launch.address import own_address
 from distributedtorch.launch.ranks import KEPT_VARIABLE
 from distributedtorch.report import say
 from distributedtorch.serve.terms import Terms
+from distributedtorch.sync import encoded
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.diloco import Diloco
-from distributedtorch.sync.divided import Divided
+from distributedtorch.sync.divided import Divided, Unit
 from distributedtorch.sync.gossip import Gossip
 from distributedtorch.sync.groups import Groups
 from distributedtorch.sync.late import Late
@@ -66,7 +67,7 @@ def _zero(stage: int) -> Build:
         memory: Memory
         comm, way = _divided_over(plan, world)
         if stage == 3:
-            memory = divide(params, names, trained.models, world, comm, whole=whole, block=trained.block)
+            memory = divide(params, names, trained.models, world, comm, whole=whole, block=trained.block, way=way)
         elif isinstance(way, Coded):
             memory = Shown(params, names, travelling(params, way, world.size, whole=whole), way, name)
         else:
@@ -96,17 +97,19 @@ def divide(
     *,
     whole: bool,
     block: str | None,
+    way: Wire,
 ) -> Divided:
     """Divide parameters over the ranks of `comm` and watch their use; `block`: the class gathered at once."""
     blocks = blocks_in(models, block)
     limit = min(_SMALL, bucket_bytes(sum(p.numel() * p.element_size() for p in params)))
     where = small_ones_together(block_of_each(params, blocks), params, limit)
-    slabs = lay_out(params, comm.world, whole=whole, blocks=where)
+    slabs = travelling(params, way, comm.world, whole=whole, blocks=where)
     groups: dict[int, list[int]] = {}
     for number, slab in enumerate(slabs):
         groups.setdefault(where[slab.slots[0].index], []).append(number)
     groups.pop(-1, None)
-    memory = Divided(params, names, slabs, groups.values(), world.pull(), comm=comm)
+    make = encoded.by(way.code) if isinstance(way, Coded) else Unit
+    memory = Divided(params, names, slabs, groups.values(), world.pull(), comm=comm, make=make)
     world.undo.append(watch(memory, models, blocks))
     return memory
 
@@ -115,7 +118,8 @@ def divide_frozen(
     params: list[nn.Parameter], names: list[str], models: list[nn.Module], plan: Plan, world: World
 ) -> None:
     """Divide parameters that nothing trains."""
-    divide(params, names, models, world, _divided_over(plan, world)[0], whole=False, block=plan.block)
+    comm, way = _divided_over(plan, world)
+    divide(params, names, models, world, comm, whole=False, block=plan.block, way=way)
 
 
 def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> None:

@@ -165,6 +165,46 @@ def at_once() -> None:
     Late.finish = finish  # type: ignore[method-assign]
 
 
+class Turned(nn.Module):
+    """Complex numbers, which no code is made for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.weight = nn.Parameter(torch.randn(48, 48, dtype=torch.complex128) / 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+def complex_numbers() -> None:
+    """They travel as they are, under every wire."""
+    model = Turned()
+    optimizer = sgd(model)
+    for step in range(3):
+        for rank in range(dt.world()):
+            (distance(model, rows_of(step, rank)) / dt.world()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exact = torch.view_as_real(model.weight.detach())
+    for plan in (
+        "wire=bf16",
+        "wire=powersgd(rank=1)",
+        "zero2,wire=int8",
+        "zero3,wire=int8",
+        "local(every=1),wire=bf16",
+    ):
+        model = Turned()
+        optimizer = sgd(model)
+        dt.distribute(model, optimizer, plan=plan)
+        for step in range(3):
+            distance(model, rows_of(step, dt.rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        compare(f"complex numbers, {plan}", [exact], [torch.view_as_real(model.weight.detach().clone())])
+        release()
+
+
 def main(words: list[str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -174,6 +214,7 @@ def main(words: list[str]) -> None:
         at_once()
     several()
     types()
+    complex_numbers()
     dt.print("mixed as written out")
 
 

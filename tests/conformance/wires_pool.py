@@ -113,6 +113,8 @@ class ByHand:
         return flat
 
     def _arrives(self, which: object, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+        if not values.numel():
+            return values
         if self.feedback:
             values = values + self.left.get(which, torch.zeros_like(values))
         found = self.lossy(values, key, draw)

@@ -19,7 +19,7 @@ from distributedtorch.core.comm import Comm, Pending
 
 _AHEAD = 1
 SMALL = 1024
-"""Parameters of fewer elements travel as they are."""
+"""Parameters of fewer elements travel as they are, and so do complex and whole numbers."""
 
 
 class Wire(ABC):
@@ -49,15 +49,17 @@ class Wire(ABC):
         return
 
 
-def travelling(params: Sequence[Tensor], wire: Wire, world: int, *, whole: bool = False) -> list[Slab]:
+def travelling(
+    params: Sequence[Tensor], wire: Wire, world: int, *, whole: bool = False, blocks: Sequence[int] = ()
+) -> list[Slab]:
     """How parameters lie in memory whose sums travel by a wire: small ones together, where it treats them apart."""
     kinds = [int(param.numel() >= SMALL) for param in params] if wire.lossy else []
-    return lay_out(params, world, whole=whole, kinds=kinds, cut=wire.cuts)
+    return lay_out(params, world, whole=whole, blocks=blocks, kinds=kinds, cut=wire.cuts)
 
 
-def is_small(slots: Sequence[Slot]) -> bool:
-    """Whether an exchange has small parameters only."""
-    return all(slot.numel < SMALL for slot in slots)
+def is_plain(slots: Sequence[Slot], dtype: torch.dtype) -> bool:
+    """Whether an exchange is of what no wire makes smaller: small parameters only, or no real numbers."""
+    return not dtype.is_floating_point or all(slot.numel < SMALL for slot in slots)
 
 
 def sums(
@@ -98,7 +100,7 @@ class Code(ABC):
     """A form for numbers that takes fewer bytes, the same number of bytes for the same number of elements.
 
     `key` is the same on all ranks in one exchange and another in the next; `draw` is drawn from where a rank needs
-    random numbers of its own.
+    random numbers of its own. Without it numbers are rounded to the nearest: where nothing is summed up over time.
     """
 
     feedback: ClassVar[bool]
@@ -109,7 +111,7 @@ class Code(ABC):
         """The size of a code."""
 
     @abstractmethod
-    def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         """The code of one-dimensional values, as bytes."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ Travels: Psi (N-1)/N for each time all parameters are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,8 @@ class Unit:
     def __init__(self, memory: Divided, slab: Slab, params: Sequence[nn.Parameter]) -> None:
         self.memory, self.slab = memory, slab
         self.params = [params[slot.index] for slot in slab.slots]
-        low, high = slab.bounds[memory.comm.rank : memory.comm.rank + 2]
-        self.range = slice(low, high)
-        self.own = memory.comm.pool.zeros(high - low, slab.dtype, slab.device)
+        self.range = slice(*slab.bounds[memory.comm.rank : memory.comm.rank + 2])
+        self.own = memory.comm.pool.zeros(self.range.stop - self.range.start, slab.dtype, slab.device)
         self.flat: Tensor | None = None
         """All of it, while it is here."""
         self.fetch: Fetch | None = None
@@ -43,6 +42,8 @@ class Unit:
         """How many calls under way use it."""
         self.lent: int | None = None
         """Where the user has been given a view of it: what its bytes added up to then."""
+        self.stale = False
+        """Whether it is to be fetched again before it is computed with: this rank has what it has written itself."""
         self.mates: tuple[Unit, ...] = (self,)
         """The units of its block: they come and go together."""
         self.absent = _nowhere(slab)
@@ -51,7 +52,11 @@ class Unit:
             flat = move_in(slab, params, slab.empty())
             self.own.copy_(flat[self.range])
         self._show(self.absent)
-        self.number = memory.pull.offer(self.own, blank=blank)  # others may ask from now on
+        self.number = memory.pull.offer(self._offered(), blank=blank)  # others may ask from now on
+
+    def _offered(self) -> Tensor:
+        """What others can have of this rank's range."""
+        return self.own
 
     def _show(self, views: Sequence[Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -69,6 +74,7 @@ class Unit:
 
     def begin(self) -> None:
         """Begin to gather it."""
+        self.stale = False
         if self.flat is None:
             slab = self.slab
             self.flat = self.memory.comm.pool.borrow(slab.numel, slab.dtype, slab.device)
@@ -77,18 +83,24 @@ class Unit:
         if self.memory.pull.is_blank(self.number):
             self.flat.zero_()
             return
-        self.flat[self.range].copy_(self.own)
-        bounds = everywhere(self.memory.comm, self.slab.bounds)
-        self.fetch = self.memory.pull.fetch(self.number, self.flat, bounds)
+        self._fetch(self.flat)
+
+    def _fetch(self, flat: Tensor) -> None:
+        flat[self.range].copy_(self.own)
+        self.fetch = self.memory.pull.fetch(self.number, flat, everywhere(self.memory.comm, self.slab.bounds))
+
+    def _land(self, flat: Tensor) -> None:
+        """What was fetched has come: nothing is left to do where it came to its place."""
 
     def arrive(self) -> Tensor:
         """Wait until it is all there."""
         if self.flat is None:
             self.begin()
+        assert self.flat is not None
         if self.fetch is not None:
             self.fetch.wait()
             self.fetch = None
-        assert self.flat is not None
+            self._land(self.flat)
         return self.flat
 
     def hold(self) -> None:
@@ -118,6 +130,18 @@ class Unit:
         """All ranks have written the same to it: keep this rank's range of that."""
         self.own = self.memory.pull.replace(self.number, self.arrive()[self.range])
 
+    def updated(self) -> None:
+        """This rank's range has new values, after a fence: others can have them."""
+        self.memory.pull.changed(self.number)
+
+    def exact(self) -> Tensor:
+        """All of it as its owners have it, in memory of its own. A group call."""
+        return self.arrive().clone()
+
+    def bytes_kept(self) -> int:
+        """Bytes that it takes while it is not in use."""
+        return self.own.numel() * self.own.element_size()
+
     def drop(self) -> None:
         """Give its memory back, unless somebody looks at it."""
         flat = self.arrive()
@@ -141,6 +165,7 @@ class Divided(Memory):
         pull: Pull,
         *,
         comm: Comm,
+        make: Callable[[Divided, Slab, Sequence[nn.Parameter]], Unit] = Unit,
     ) -> None:
         self.comm, self.pull, self.params, self.slabs = comm, pull, params, slabs
         self.names = {id(param): said for param, said in zip(params, names, strict=True)}
@@ -154,7 +179,7 @@ class Divided(Memory):
         self.comm.before_waiting.append(self.settle)
         ALL.append(self)
         for slab in slabs:
-            self.units.append(Unit(self, slab, params))
+            self.units.append(make(self, slab, params))
         for group in groups:
             mates = tuple(self.units[number] for number in group)
             for unit in mates:
@@ -165,8 +190,11 @@ class Divided(Memory):
         self.trail = _START
         self._sweep(keep=())
 
-    def take(self, unit: Unit, way: str) -> None:
-        """Have a unit here for use, with its block; let others go, and fetch ahead the block that comes after."""
+    def take(self, unit: Unit, way: str, *, fresh: bool = True) -> None:
+        """Have a unit here for use, with its block; let others go, and fetch ahead the block that comes after.
+
+        `fresh`: as all ranks have it, not as this one has written it.
+        """
         self.settle()
         now = (unit.mates[0].number, way)
         if now != self.trail[-1]:
@@ -178,6 +206,8 @@ class Divided(Memory):
             for other in wanted:
                 if other.flat is None:
                     other.begin()
+        if unit.stale and fresh:
+            unit.begin()
         unit.arrive()
 
     def _sweep(self, keep: Sequence[Unit]) -> None:
@@ -217,7 +247,7 @@ class Divided(Memory):
 
     def agree(self) -> None:
         for unit in self.units:
-            self.pull.changed(unit.number)
+            unit.updated()
             if unit.flat is not None:
                 unit.begin()
                 flat = unit.arrive()
@@ -227,13 +257,13 @@ class Divided(Memory):
 
     def bytes_held(self) -> int:
         self.rest()
-        kept = sum(unit.own.numel() * unit.own.element_size() for unit in self.units)
+        kept = sum(unit.bytes_kept() for unit in self.units)
         return kept + sum(u.flat.numel() * u.flat.element_size() for u in self.units if u.flat is not None)
 
     def release(self) -> None:
         """Every rank has everything again, for good. A group call."""
         for unit in self.units:
-            own = unit.arrive().clone()
+            own = unit.exact()
             unit._show([slot.view(own) for slot in unit.slab.slots])
         self.comm.barrier("release")
         self.comm.before_waiting.remove(self.settle)

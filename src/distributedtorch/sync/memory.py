@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distributedtorch.core.bucket import Slab, Slot, is_empty
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.core.wire import is_small
+from distributedtorch.core.wire import is_plain
 from distributedtorch.wire.feedback import Coded
 
 
@@ -126,7 +126,7 @@ class Shown(Replicated):
     def agree(self) -> None:
         waits, rank = [], self.comm.rank
         for k, slab in enumerate(self.slabs):
-            small, flat = is_small(slab.slots), self.flats[k]
+            small, flat = is_plain(slab.slots, slab.dtype), self.flats[k]
             if small:
                 self._shown(k).copy_(self.exact[k])
             for b, bucket in enumerate(slab.buckets):

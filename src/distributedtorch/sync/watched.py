@@ -55,8 +55,8 @@ def _use(params: Sequence[nn.Parameter], call: Callable[[], Any]) -> Any:
     for unit in units:
         unit.hold()
     try:
-        for unit in units:
-            unit.memory.take(unit, "used")
+        for unit in units:  # without gradients it may be an edit of several steps: it goes on from what was written
+            unit.memory.take(unit, "used", fresh=torch.is_grad_enabled())
         with _plain(params):
             result = call()
     finally:

@@ -23,7 +23,7 @@ class Bf16(Code):
     def bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 2 * numel
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         return pack(values.to(torch.bfloat16))
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
@@ -38,7 +38,7 @@ class Fp16(Code):
     def bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 4 + 2 * numel
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         scale = values.abs().amax().float().reshape(1) if values.numel() else values.new_zeros(1).float()
         return pack(scale, (values / scale.where(scale > 0, 1.0)).to(torch.float16))
 

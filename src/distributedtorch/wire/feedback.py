@@ -20,7 +20,7 @@ from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.pairs import Posted, Works, wait_all
 from distributedtorch.core.sync import require_like
-from distributedtorch.core.wire import Code, Wire, is_small
+from distributedtorch.core.wire import Code, Wire, is_plain
 
 _SENT, _SUMMED, HOSTS = "sent", "summed", "hosts"
 
@@ -37,7 +37,7 @@ class Coded(Wire):
         self.counts: dict[str, int] = defaultdict(int)
 
     def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
-        if is_small(slots):
+        if is_plain(slots, flat.dtype):
             return self.comm.all_reduce(name, flat, bounds)
         clear_padding(flat, bounds, slots)
         return Sum(self, name, flat, bounds, None, everywhere=True).pending
@@ -45,7 +45,7 @@ class Coded(Wire):
     def reduce_scatter(
         self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot], out: Tensor | None
     ) -> Pending:
-        if is_small(slots):
+        if is_plain(slots, flat.dtype):
             return self.comm.reduce_scatter(name, flat, bounds, out)
         clear_padding(flat, bounds, slots)
         return Sum(self, name, flat, bounds, out, everywhere=False).pending

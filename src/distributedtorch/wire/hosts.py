@@ -24,7 +24,7 @@ from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.hosts import Hosts
 from distributedtorch.core.pairs import Posted
 from distributedtorch.core.transfer import Brief, Job, Transfer
-from distributedtorch.core.wire import Code, Wire, is_small
+from distributedtorch.core.wire import Code, Wire, is_plain
 from distributedtorch.wire.feedback import HOSTS, Coded, Sum, clear_padding
 from distributedtorch.wire.plain import Plain
 
@@ -55,7 +55,7 @@ class Across(Coded):
         super().__init__(comm, code, [group[place] for group in hosts.groups] if place < self.parts else [])
 
     def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
-        stages = () if is_small(slots) else ("inside", "given")
+        stages = () if is_plain(slots, flat.dtype) else ("inside", "given")
         lines = [self.hosts.shared.line(f"{name}/{stage}") for stage in stages]
         found = [line for line in lines if line is not None]
         if len(found) < 2:  # small, or more names than lines

@@ -34,7 +34,7 @@ class PowerSgd(Wire):
         """By parameter its last second factor, from which the next begins."""
 
     def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
-        thin = [slot for slot in slots if self.gains(slot)]
+        thin = [slot for slot in slots if flat.is_floating_point() and self.gains(slot)]
         if not thin:
             return self.comm.all_reduce(name, flat, bounds)
         return _Factors(self, name, flat, [slot for slot in slots if slot not in thin], thin).pending

@@ -20,20 +20,20 @@ INT8_BLOCK, SIGN_BLOCK = 256, 2048
 
 
 class Int8(Code):
-    """Multiples of a 127th of the block's largest number, rounded up or down at random."""
+    """Multiples of a 127th of the block's largest number, rounded up or down at random, or to the nearest."""
 
     feedback = False
 
     def bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 4 * blocks_of(numel, INT8_BLOCK) + numel
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         rows = in_blocks(values, INT8_BLOCK)
         rows = rows.float() if rows.dtype.itemsize < 4 else rows
         scale = (rows.abs().amax(dim=1) / 127).float()
         steps = rows / scale.where(scale > 0, 1.0).to(rows.dtype).unsqueeze(1)
-        noise = torch.rand(steps.shape, generator=draw, dtype=steps.dtype).to(steps.device)
-        whole = (steps + noise).floor().clamp(-127, 127).to(torch.int8)
+        up = 0.5 if draw is None else torch.rand(steps.shape, generator=draw, dtype=steps.dtype).to(steps.device)
+        whole = (steps + up).floor().clamp(-127, 127).to(torch.int8)
         return pack(scale, whole.view(-1)[: values.numel()])
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
@@ -49,7 +49,7 @@ class Sign(Code):
     def bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 4 * blocks_of(numel, SIGN_BLOCK) + blocks_of(numel, 8)
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         rows = in_blocks(values, SIGN_BLOCK)
         rows = rows.float() if rows.dtype.itemsize < 4 else rows
         counts = in_blocks(torch.ones_like(values, dtype=rows.dtype), SIGN_BLOCK).sum(dim=1)

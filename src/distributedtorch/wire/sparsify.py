@@ -36,7 +36,7 @@ class TopK(_Some):
     def bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.count(numel) * (4 + dtype.itemsize)
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         places = values.abs().topk(self.count(values.numel()), sorted=False).indices
         return pack(places.to(torch.int32), values[places])
 
@@ -52,7 +52,7 @@ class RandomK(_Some):
     def bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.count(numel) * dtype.itemsize
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         return pack(values[self.places(values.numel(), key).to(values.device)])
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
