@@ -1,7 +1,8 @@
 """Gradients into slabs as backward finishes them; buckets leave in order as they fill.
 
 Kept gradients (ddp, zero1): one slab per run of parameters holds them all, `p.grad` is a view of it.
-Passing gradients (zero2): a bucket's memory lives only while it travels; at most `_AHEAD` travel at once.
+Passing gradients (zero2): a bucket's memory lives only while it travels; at most `_AHEAD` travel at once, unless they
+may take their time (`delay`): then a backward waits for a bucket only where it needs that one again.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Collect:
         self.hidden = False
         """Whether a window is open: earlier backwards gave gradients that are not shown."""
         self.scale = 1.0
+        self.unhurried = False
+        """Whether what is sent may travel on when its backward is over."""
         self.apart = False
         """Whether a window's factor makes old and new gradients scale differently (`accumulate`)."""
 
@@ -183,6 +186,9 @@ class Collect:
             cell.came.add(index)
 
     def _memory(self, cell: Cell) -> Tensor:
+        if cell.pending is not None:  # of an earlier backward
+            self.travelling.remove(cell)
+            self._land(cell)
         if cell.buffer is None:
             slab = self.slabs[cell.slab]
             cell.buffer = self.comm.pool.borrow(cell.span.stop - cell.span.start, slab.dtype, slab.device, shared=True)
@@ -227,7 +233,8 @@ class Collect:
         if self.keep:
             flat, bounds = self.flats[cell.slab], cell.bucket.bounds
         else:
-            while self.travelling and (len(self.travelling) >= _AHEAD or self.travelling[0].arrived()):
+            most = len(self.cells) if self.unhurried else _AHEAD
+            while self.travelling and (len(self.travelling) >= most or self.travelling[0].arrived()):
                 self._land(self.travelling.popleft())
             flat, bounds = self._complete(cell), tuple(b - cell.span.start for b in cell.bucket.bounds)
         cell.pending = self.send(cell, flat, bounds)
