@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,9 @@ import distributedtorch as dt
 from distributedtorch.core.world import here
 from distributedtorch.data import partition
 from distributedtorch.distribute import release
-from distributedtorch.sync.collect import Collect
 from distributedtorch.sync.late import Late
-from distributedtorch.wire import feedback
-from distributedtorch.wire.feedback import Coded
 from tests.conformance import wires_pool
+from tests.conformance.late_sabotage import SABOTAGES, overtaking
 from tests.conformance.loops import rows
 from tests.conformance.loose_pool import compare
 
@@ -282,71 +280,6 @@ def saved(folder: Path, plans: Sequence[str]) -> None:
         release()
 
 
-def finished(then: Callable[[Late], None]) -> None:
-    """Let something happen after each end of a backward."""
-    finish = Late.finish
-
-    def finish_then(self: Late, used: Sequence[bool]) -> None:
-        finish(self, used)
-        then(self)
-
-    Late.finish = finish_then  # type: ignore[method-assign]
-
-
-def apply_at_once(late: Late) -> None:
-    if late.flying is not None:
-        late.away.finish(late.flying)
-        late.turn = 1 - late.turn
-
-
-def land_too_late() -> None:
-    """Gradients are shown, and the optimizer steps, before they have come."""
-    finish, land = Late.finish, Collect.land
-
-    def finish_first(self: Late, used: Sequence[bool]) -> None:
-        Collect.land = lambda self: None  # type: ignore[method-assign]
-        finish(self, used)
-        Collect.land = land  # type: ignore[method-assign]
-
-    def stepped(self: Late) -> None:
-        self.waits = False
-        land(self.now.collect)
-
-    Late.finish, Late.stepped = finish_first, stepped  # type: ignore[method-assign]
-
-
-def lose_at_resume() -> None:
-    take = Late.take_own_state
-
-    def take_less(self: Late, state: Mapping[str, Tensor]) -> None:
-        take(self, {name: value for name, value in state.items() if name != "flying"})
-
-    Late.take_own_state = take_less  # type: ignore[method-assign]
-
-
-def add_twice() -> None:
-    reduced = Coded.reduced
-
-    def twice(self: Coded, which: str, *rest: object) -> Tensor:
-        before = self.left.get(which)
-        code = reduced(self, which, *rest)  # type: ignore[arg-type]
-        self.left[which] = self.left[which] if before is None else self.left[which] + before
-        return code
-
-    Coded.reduced = twice  # type: ignore[method-assign]
-
-
-SABOTAGES: dict[str, Callable[[], None]] = {
-    "landed at once": lambda: finished(lambda late: late.away.collect.land()),
-    "applied at once": lambda: finished(apply_at_once),
-    "landed too late": land_too_late,
-    "lost at resume": lose_at_resume,
-    "not dropped at load": lambda: setattr(Late, "loaded", lambda self: None),
-    "kept apart": lambda: setattr(feedback, "both", lambda name: name),
-    "added twice": add_twice,
-}
-
-
 def main(what: str, folder: Path, words: Sequence[str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -361,6 +294,8 @@ def main(what: str, folder: Path, words: Sequence[str]) -> None:
         travels()
     elif what == "wires":
         wires(["sign"] if words else [*wires_pool.CODES, "powersgd(rank=1)"])
+        overtaking(sees=True)
+        compare("held back", wires_pool.truth("sign", delay=1), wires_pool.distributed("ddp,delay=1,wire=sign"))
     else:
         saved(folder, SAVED[-1:] if words else SAVED)
     dt.print(f"{what} as written out")

@@ -41,6 +41,7 @@ def test_a_run_goes_on_after_a_load(tmp_path: Path) -> None:
         ("equal", "landed too late", "from the algorithm written out"),
         ("wires", "kept apart", "wire=sign"),
         ("wires", "added twice", "wire=sign"),
+        ("wires", "overtaken", "wire=sign"),
         ("saved", "lost at resume", "goes on in another way"),
         ("saved", "not dropped at load", "a gradient of other parameters"),
     ],

@@ -163,7 +163,7 @@ class Late(Sync):
             if self.now.shows(index):
                 param.grad = None
         turn, scale, root = require_like("turn", state["turn"], torch.empty(3, dtype=torch.float64)).tolist()
-        self.turn, self.flying = int(turn), None
+        self.turn, self.flying = int(turn == 1), None
         if "flying" in state:
             flags = torch.empty(len(self.params), dtype=torch.bool)
             self.flying = require_like("flying", state["flying"], flags).tolist()
