@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import distributedtorch as dt
+from distributedtorch.core.pairs import Posted
 from distributedtorch.core.world import here
 from distributedtorch.data import partition
 from distributedtorch.distribute import release
@@ -195,6 +198,44 @@ def travels() -> None:
     release()
 
 
+def waits_for_nothing(patience: float) -> None:
+    """Sums that are held back until the next backward is over hold nobody before that."""
+    os.environ["DISTRIBUTEDTORCH_BUCKET_BYTES"] = "6000"
+    pairs, finish, gates = here().comm.pairs, Late.finish, [threading.Event()]
+    begin, hand_over = pairs.begin, pairs.progress.hand_over
+
+    def begin_held(name: str, *rest: Any, **options: Any) -> Posted:
+        gate = gates[-1]
+
+        def sums(posted: Posted, act: Callable[[], None]) -> None:
+            def act_then() -> None:
+                assert gate.wait(patience), f"{name} is waited for before the next backward is over"
+                act()
+
+            hand_over(posted, act_then)
+
+        pairs.progress.hand_over = sums if name.startswith("gradients/") else hand_over  # type: ignore[method-assign]
+        return begin(name, *rest, **options)
+
+    def open_last(self: Late, used: Sequence[bool]) -> None:
+        for gate in gates[:-1]:
+            gate.set()
+        gates.append(threading.Event())
+        finish(self, used)
+
+    pairs.begin, Late.finish = begin_held, open_last  # type: ignore[method-assign]
+    for sync in SYNCS:
+        _, step = stepping(f"{sync},delay=1")
+        for number in range(4):
+            step(number)
+        late = here().loop.members[0].sync
+        assert isinstance(late, Late) and len(late.away.collect.travelling) == len(late.away.collect.cells) > 3
+        for gate in gates:
+            gate.set()
+        release()
+    pairs.begin, Late.finish, pairs.progress.hand_over = begin, finish, hand_over  # type: ignore[method-assign]
+
+
 def changed() -> None:
     """Another plan in the middle of a run: what travels is dropped, everything else goes on."""
     truth = by_hand(adam, 1, None, 40, forgets=5)
@@ -292,6 +333,7 @@ def main(what: str, folder: Path, words: Sequence[str]) -> None:
         travels()
     elif what == "travels":
         travels()
+        waits_for_nothing(1.0 if words else 20.0)
     elif what == "wires":
         wires(["sign"] if words else [*wires_pool.CODES, "powersgd(rank=1)"])
         overtaking(sees=True)

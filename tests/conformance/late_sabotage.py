@@ -113,6 +113,7 @@ def add_twice() -> None:
 
 SABOTAGES: dict[str, Callable[[], None]] = {
     "landed at once": lambda: finished(lambda late: late.away.collect.land()),
+    "few at once": lambda: setattr(Collect, "_is_due", lambda self, first: len(self.travelling) >= 2),
     "applied at once": lambda: finished(apply_at_once),
     "landed too late": land_too_late,
     "lost at resume": lose_at_resume,

@@ -233,12 +233,18 @@ class Collect:
         if self.keep:
             flat, bounds = self.flats[cell.slab], cell.bucket.bounds
         else:
-            most = len(self.cells) if self.unhurried else _AHEAD
-            while self.travelling and (len(self.travelling) >= most or self.travelling[0].arrived()):
+            while self.travelling and self._is_due(self.travelling[0]):
                 self._land(self.travelling.popleft())
             flat, bounds = self._complete(cell), tuple(b - cell.span.start for b in cell.bucket.bounds)
         cell.pending = self.send(cell, flat, bounds)
         self.travelling.append(cell)
+
+    def _is_due(self, first: Cell) -> bool:
+        """Whether to land the first bucket under way before another leaves."""
+        if not self.unhurried:
+            return len(self.travelling) >= _AHEAD or first.arrived()
+        assert first.pending is not None
+        return first.pending.work is not None and first.arrived()  # None: only a stream knows, and would be held
 
     def land(self) -> None:
         """Wait until everything sent has arrived."""
