@@ -61,7 +61,7 @@ def test_pairs_agree_with_check() -> None:
         ("bf16", "fp16"),
         ("share", "ddp"),
         ("zero3", "wire=topk"),
-        ("delay", "share"),
+        ("delay", "groups"),
         ("gossip", "wire=sign"),
     ],
 )

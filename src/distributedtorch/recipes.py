@@ -17,7 +17,7 @@ from distributedtorch.core.comm import Comm
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.shared import EACH_ITS_OWN
 from distributedtorch.core.sync import Sync, Trained
-from distributedtorch.core.wire import Code, Wire, travelling
+from distributedtorch.core.wire import TURN, Code, Wire, travelling
 from distributedtorch.core.world import BEFORE_LEAVING, World
 from distributedtorch.launch.address import own_address
 from distributedtorch.launch.ranks import KEPT_VARIABLE
@@ -55,10 +55,12 @@ _SMALL = 1 << 20
 
 
 def _ddp(trained: Trained, plan: Plan, world: World) -> Sync:
-    made = wire(plan, world)
-    if plan.get("delay"):
-        return Late(trained, world.comm, made)
-    return Ddp(trained.params, trained.names, trained.optimizer, world.comm, trained.name, wire=made)
+    made, one = wire(plan, world), trained
+
+    def make(name: str) -> Ddp:
+        return Ddp(one.params, one.names, one.optimizer, world.comm, name, wire=made)
+
+    return Late([make(one.name), make(one.name + TURN)]) if plan.get("delay") else make(one.name)
 
 
 def _zero(stage: int) -> Build:
@@ -75,7 +77,11 @@ def _zero(stage: int) -> Build:
             memory = kind(params, names, lay_out(params, comm.world, whole=whole), comm, name)
             if isinstance(memory, OncePerHost):
                 world.undo.append(memory.close)
-        return Zero(params, names, trained.optimizer, name, memory, wire=way, eager=stage > 1, whole=whole)
+
+        def make(name: str) -> Zero:
+            return Zero(params, names, trained.optimizer, name, memory, wire=way, eager=stage > 1, whole=whole)
+
+        return Late([make(name), make(name + TURN)]) if plan.get("delay") else make(name)
 
     return build
 

@@ -47,8 +47,9 @@ class BetweenHosts(ByHand):
 
 
 def equal(hosts: list[list[int]]) -> None:
-    compare(f"ddp,{WIRE}", truth("topk(0.1)", BetweenHosts(hosts)), distributed(f"ddp,{WIRE}"))
-    release()
+    for delay, plan in enumerate((f"ddp,{WIRE}", f"ddp,delay=1,{WIRE}")):
+        compare(plan, truth("topk(0.1)", BetweenHosts(hosts), delay=delay), distributed(plan))
+        release()
     for sync in ("local", "diloco"):
         by_hand = in_rounds("topk(0.1)", BetweenHosts(hosts), outer=sync == "diloco")
         compare(f"{sync},{WIRE}", by_hand, distributed(f"{sync}(every=2),{WIRE}"))
@@ -79,7 +80,7 @@ def saved(folder: Path) -> None:
             assert isinstance(sync, Ddp)
             state = sync.own_state()
             with pytest.raises(dt.CheckpointError, match="with the ranks on hosts"):
-                sync.take_own_state({**state, "hosts": state["hosts"].flip(0)})
+                sync.take_own_state({**state, "wire/hosts": state["wire/hosts"].flip(0)})
         release()
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -214,41 +213,7 @@ def groups() -> None:
         release()
 
 
-def late(window: int) -> list[Tensor]:
-    """delay=1 by hand: each gradient is applied one step later."""
-    model = net()
-    optimizer = adam(model)
-    params = list(model.parameters())
-    flying: Sequence[Tensor] | None = None
-    for _ in range(EPOCHS):
-        batches = list(rows())
-        for start in range(0, len(batches), window):
-            together = batches[start : start + window]
-            total = sum(len(x) for x, _ in together)
-            loss = sum(F.mse_loss(model(x), y) * (len(x) / total) for x, y in together)
-            new = torch.autograd.grad(loss, params)  # type: ignore[arg-type]
-            for k, param in enumerate(params):
-                param.grad = None if flying is None else flying[k]
-            optimizer.step()
-            flying = new
-    return params  # type: ignore[return-value]
-
-
-def delayed() -> None:
-    for plan, window in (("delay=1", 1), ("delay=1,accumulate=2", 2)):
-        compare(plan, late(window), distributed(net(), adam, plan))
-        release()
-    model = net()
-    model, optimizer = dt.distribute(model, adam(model), plan="delay=1")
-    x = torch.ones(2, 8)
-    model(x).mean().backward()
-    with pytest.raises(dt.UsageError, match="a second backward before the optimizer's step"):
-        model(x).mean().backward()
-    del optimizer
-    release()
-
-
-def disturbed(folder: Path) -> None:
+def disturbed() -> None:
     """Copies, loads and overflows in the middle of a run."""
     truth = by_hand(net(), adam, nesterov(3), 1, 5)
     model = net()
@@ -277,18 +242,6 @@ def disturbed(folder: Path) -> None:
             step(number, factor=float("inf") if number == 2 else 1.0)
         assert all(torch.isfinite(p).all() for p in model.parameters()), f"{plan}: an overflow stays"
         release()
-    model, step = stepping("delay=1")
-    for number in range(3):
-        step(number)
-    dt.save(folder / "late")
-    for number in range(3, 6):
-        step(number)
-    truth = [p.detach().clone() for p in model.parameters()]
-    dt.load(folder / "late")
-    for number in range(3, 6):
-        step(number)
-    assert all(map(torch.equal, truth, model.parameters())), "delay=1: what travels at dt.load is taken for new"
-    release()
 
 
 def follows() -> None:
@@ -323,7 +276,6 @@ def saved(folder: Path) -> None:
             "diloco(every=3)",
             "gossip",
             "groups(every=3,drift=0.1)",
-            "delay=1",
             "wire=topk(0.1)",
             "wire=powersgd(rank=1)",
             "zero1,wire=topk(0.1)",
@@ -407,11 +359,10 @@ def main(what: str, folder: Path, words: Sequence[str]) -> None:
     if what == "rounds":
         rounds()
         groups()
-        delayed()
         follows()
     else:
         saved(folder)
-        disturbed(folder)
+        disturbed()
     dt.print(f"{what} as written out")
 
 

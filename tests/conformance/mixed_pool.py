@@ -106,8 +106,7 @@ def mixed_truth(dtypes: tuple[torch.dtype, ...], wire: bool, delay: int) -> list
                 for flat, grads in zip(flats, every, strict=True):
                     for slot in slab.slots:
                         slot.view(flat).copy_(grads[slot.index] / world)
-                memory = step % 2 if delay else 0  # those that are on their way at once keep apart what they leave out
-                total = exchanged(left, (place, memory), flats, slab.bounds)
+                total = exchanged(left, place, flats, slab.bounds)
                 for slot in slab.slots:
                     new[slot.index] = slot.view(total).clone()
         flying.append(new)  # type: ignore[arg-type]
@@ -157,10 +156,10 @@ def at_once() -> None:
 
     def finish(self: Late, used: Sequence[bool]) -> None:
         late_finish(self, used)
-        new = self.collects[1 - self.turn]
-        new.land()
-        for k, param in enumerate(self.params):
-            param.grad = new.views[k]
+        new = self.away
+        new.arrivals()
+        for index in range(len(self.params)):
+            new.show(index)
 
     Late.finish = finish  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import distributedtorch as dt
 from distributedtorch.core.bucket import Slot
-from distributedtorch.core.wire import travelling
+from distributedtorch.core.wire import TURN, travelling
 from distributedtorch.core.world import here
 from distributedtorch.distribute import release
 from distributedtorch.wire.feedback import Coded
@@ -167,8 +167,8 @@ def gradients(model: nn.Module, step: int) -> list[list[Tensor]]:
     return out
 
 
-def truth(wire: str, by_hand: ByHand | None = None, *, number: int = 0) -> list[Tensor]:
-    """ddp with a wire; `number`: of the optimizer."""
+def truth(wire: str, by_hand: ByHand | None = None, *, number: int = 0, delay: int = 0) -> list[Tensor]:
+    """ddp with a wire; `number`: of the optimizer; `delay`: how many steps later gradients are applied."""
     model, world = net(1 + number), dt.world()
     params = list(model.parameters())[::-1]
     optimizer = adam(model)
@@ -176,8 +176,9 @@ def truth(wire: str, by_hand: ByHand | None = None, *, number: int = 0) -> list[
     like = PowerSgd(here().comm, rank) if rank else Coded(here().comm, None)  # type: ignore[arg-type]
     lossy, feedback = CODES.get(wire, (bf16, False))
     by_hand, factored = by_hand or ByHand(lossy, feedback=feedback), Factored(rank)
+    flying: list[dict[int, Tensor]] = [{}] * delay
     for step in range(STEPS):
-        every = gradients(model, step)
+        every, new = gradients(model, step), dict[int, Tensor]()
         for place, slab in enumerate(travelling(params, like, world)):
             flats = [laid_out(slab.numel, slab.slots, grads) for grads in every]
             if rank:
@@ -185,7 +186,9 @@ def truth(wire: str, by_hand: ByHand | None = None, *, number: int = 0) -> list[
                 for slot in slab.slots:
                     matrices = [slot.view(flat) for flat in flats]
                     if rank * sum(matrices[0].shape) < slot.numel and matrices[0].dim() > 1:
-                        slot.view(total).copy_(factored(f"gradients/{number}/{place}.0/{slot.index}", matrices))
+                        turn = TURN if delay and step % 2 else ""  # it knows too late what the last step left out
+                        name = f"gradients/{number}{turn}/{place}.0/{slot.index}"
+                        slot.view(total).copy_(factored(name, matrices))
             elif all(slot.numel < 1024 for slot in slab.slots):
                 total = sum(flats)
             else:
@@ -195,9 +198,16 @@ def truth(wire: str, by_hand: ByHand | None = None, *, number: int = 0) -> list[
                     span = slice(bucket.bounds[0], bucket.bounds[-1])
                     total[span] = found[span]
             for slot in slab.slots:
-                params[slot.index].grad = slot.view(total).clone()  # type: ignore[arg-type]
-        optimizer.step()
+                new[slot.index] = slot.view(total).clone()  # type: ignore[arg-type]
+        flying.append(new)
+        apply(optimizer, params, flying.pop(0))
     return [param.detach() for param in model.parameters()]
+
+
+def apply(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: dict[int, Tensor]) -> None:
+    for index, param in enumerate(params):
+        param.grad = grads.get(index)
+    optimizer.step()
 
 
 def laid_out(numel: int, slots: tuple[Slot, ...], grads: list[Tensor]) -> Tensor:
@@ -217,7 +227,7 @@ def distributed(plan: str) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-def divided(wire: str, *, whole: bool = False) -> list[Tensor]:
+def divided(wire: str, *, whole: bool = False, delay: int = 0) -> list[Tensor]:
     """zero1 and zero2 with a wire: sums go to their owners, changes of parameters to all."""
     model, world = net(), dt.world()
     params = list(model.parameters())[::-1]
@@ -227,8 +237,9 @@ def divided(wire: str, *, whole: bool = False) -> list[Tensor]:
     gradient, change = ByHand(lossy, feedback=feedback), ByHand(lossy, feedback=False)
     like = Coded(here().comm, None)  # type: ignore[arg-type]
     slabs = travelling(params, like, world, whole=whole)
+    flying: list[dict[int, Tensor]] = [{}] * delay
     for step in range(STEPS):
-        every = gradients(model, step)
+        every, new = gradients(model, step), dict[int, Tensor]()
         for number, slab in enumerate(slabs):
             flats = [laid_out(slab.numel, slab.slots, grads) for grads in every]
             total = sum(flats)
@@ -238,8 +249,9 @@ def divided(wire: str, *, whole: bool = False) -> list[Tensor]:
                     span = slice(bucket.bounds[0], bucket.bounds[-1])
                     total[span] = found[span]  # type: ignore[index]
             for slot in slab.slots:
-                exact[slot.index].grad = slot.view(total).clone()  # type: ignore[arg-type]
-        optimizer.step()
+                new[slot.index] = slot.view(total).clone()  # type: ignore[arg-type]
+        flying.append(new)
+        apply(optimizer, exact, flying.pop(0))
         for number, slab in enumerate(slabs):
             moved = [e.detach() - p.detach() for e, p in zip(exact, params, strict=True)]
             flat = laid_out(slab.numel, slab.slots, moved)

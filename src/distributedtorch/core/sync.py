@@ -158,7 +158,7 @@ class Sync(ABC):
 
     @property
     def backlog(self) -> int | None:
-        """Work of other ranks that waits on this one, for a sync that has such."""
+        """Gradients that are not applied yet, for a sync that has such."""
         return None
 
     def consensus(self) -> dict[int, Tensor]:

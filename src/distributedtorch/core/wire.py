@@ -18,6 +18,8 @@ from distributedtorch.core.bucket import Slab, Slot, lay_out
 from distributedtorch.core.comm import Comm, Pending
 
 _AHEAD = 1
+TURN = "~"
+"""In the name of an exchange: it is the other one of two that are under way at once, and take turns."""
 SMALL = 1024
 """Parameters of fewer elements travel as they are, and so do complex and whole numbers."""
 
@@ -47,6 +49,11 @@ class Wire(ABC):
     def take_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state."""
         return
+
+
+def both(name: str) -> str:
+    """What two exchanges that take turns are called together: what the one leaves out, the other adds."""
+    return name.replace(TURN, "")
 
 
 def travelling(

@@ -1,7 +1,8 @@
 """Gradients into slabs as backward finishes them; buckets leave in order as they fill.
 
 Kept gradients (ddp, zero1): one slab per run of parameters holds them all, `p.grad` is a view of it.
-Passing gradients (zero2): a bucket's memory lives only while it travels; at most `_AHEAD` travel at once.
+Passing gradients (zero2): a bucket's memory lives only while it travels; at most `_AHEAD` travel at once, unless they
+may take their time (`delay`): then a backward waits for a bucket only where it needs that one again.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Collect:
         self.hidden = False
         """Whether a window is open: earlier backwards gave gradients that are not shown."""
         self.scale = 1.0
+        self.unhurried = False
+        """Whether what is sent may travel on when its backward is over."""
         self.apart = False
         """Whether a window's factor makes old and new gradients scale differently (`accumulate`)."""
 
@@ -183,6 +186,9 @@ class Collect:
             cell.came.add(index)
 
     def _memory(self, cell: Cell) -> Tensor:
+        if cell.pending is not None:  # of an earlier backward
+            self.travelling.remove(cell)
+            self._land(cell)
         if cell.buffer is None:
             slab = self.slabs[cell.slab]
             cell.buffer = self.comm.pool.borrow(cell.span.stop - cell.span.start, slab.dtype, slab.device, shared=True)
@@ -227,11 +233,18 @@ class Collect:
         if self.keep:
             flat, bounds = self.flats[cell.slab], cell.bucket.bounds
         else:
-            while self.travelling and (len(self.travelling) >= _AHEAD or self.travelling[0].arrived()):
+            while self.travelling and self._is_due(self.travelling[0]):
                 self._land(self.travelling.popleft())
             flat, bounds = self._complete(cell), tuple(b - cell.span.start for b in cell.bucket.bounds)
         cell.pending = self.send(cell, flat, bounds)
         self.travelling.append(cell)
+
+    def _is_due(self, first: Cell) -> bool:
+        """Whether to land the first bucket under way before another leaves."""
+        if not self.unhurried:
+            return len(self.travelling) >= _AHEAD or first.arrived()
+        assert first.pending is not None
+        return first.pending.work is not None and first.arrived()  # None: only a stream knows, and would be held
 
     def land(self) -> None:
         """Wait until everything sent has arrived."""

@@ -74,10 +74,27 @@ class Ddp(Sync):
         if collect.hide:
             return
         collect.show(add=True)
-        for index, param in enumerate(self.params):
-            if param.grad is None and (used[index] or collect.filled[index]):
-                param.grad = collect.views[index]
+        for param, view, given in zip(self.params, collect.views, self.given(used), strict=True):
+            if given and param.grad is None:
+                param.grad = view
         collect.filled = [False] * len(self.params)
+
+    def given(self, used: Sequence[bool]) -> list[bool]:
+        """Which parameters get a gradient from what was exchanged."""
+        return [a or b for a, b in zip(used, self.collect.filled, strict=True)]
+
+    def shows(self, index: int) -> bool:
+        """Whether parameter `index`'s gradient is the one kept here."""
+        return self.params[index].grad is self.collect.views[index]
+
+    def show(self, index: int) -> None:
+        """Make it that."""
+        self.params[index].grad = self.collect.views[index]
+
+    def arrivals(self) -> list[Tensor]:
+        """Where what was sent arrives: it has."""
+        self.collect.land()
+        return self.collect.flats
 
     def restore(self) -> None:
         if not self.collect.hidden:
@@ -93,10 +110,10 @@ class Ddp(Sync):
         return step()
 
     def own_state(self) -> dict[str, Tensor]:
-        return self.wire.state()
+        return {f"wire/{name}": value for name, value in self.wire.state().items()}
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
-        self.wire.take_state(state)
+        self.wire.take_state({name.removeprefix("wire/"): value for name, value in state.items()})
 
     def loaded(self) -> None:
         self.wire.take_state({})

@@ -1,9 +1,14 @@
 """Exchange now, apply later: the gradient of a step travels beside the whole next step and is applied there.
 
-Each rank holds: parameters Psi, gradients 2 Psi, optimizer state K Psi.
-Travels per step and rank: 2 Psi (N-1)/N, with the whole next forward and backward to do so.
+Each rank holds: what it holds without it, and a second memory for gradients: Psi more under ddp and zero1, Psi/N under
+zero2 and zero3. These two also hold the buckets that travel: a few where links keep up, up to Psi where they do not,
+because a backward that waited for them would travel no faster than one without delay.
+Travels per step and rank: as much as without it, with the whole next forward and backward to do so.
+
 The gradient of step t is computed from the parameters of step t and changes those of step t+1: the first step changes
-nothing, the last gradient is not used. Use it where exchange takes as long as computing and a wire is not enough.
+nothing, the last gradient is not used. What a wire leaves out of step t is added to step t+1; powersgd, which knows it
+only when all sums have come, adds it to t+2 and so keeps it twice. Use it where exchange takes as long as computing and
+a wire is not enough.
 """
 
 from __future__ import annotations
@@ -12,13 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.core.sync import Sync, Trained, bytes_of, require_like
-from distributedtorch.core.wire import Wire, travelling
-from distributedtorch.sync.collect import Cell, Collect
+from distributedtorch.core.sync import Kept, Sync, bytes_of, require_like
+from distributedtorch.sync.ddp import Ddp
+from distributedtorch.sync.zero import Zero
 
 _TWICE = explain(
     "a second backward before the optimizer's step, under delay=1",
@@ -28,117 +32,150 @@ _TWICE = explain(
 
 
 class Late(Sync):
-    """Replicas that average their gradients, and apply them one step later."""
+    """Two syncs of the same parameters that take turns: one is shown and then filled while the other's travels."""
 
     comes_and_goes = ("wire/", "flying")
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
 
-    def __init__(self, trained: Trained, comm: Comm, wire: Wire) -> None:
-        self.params, self.names, self.optimizer, self.comm = trained.params, trained.names, trained.optimizer, comm
-        self.wire, self.scale = wire, 1.0
-        slabs = travelling(self.params, wire, comm.world)
-        self.collects = [
-            Collect(self.params, slabs, comm, self._send, name=f"gradients/{trained.name}.{k}", keep=True)
-            for k in range(2)
-        ]
-        """They take turns: one is applied and then filled while what is in the other travels."""
+    def __init__(self, turns: Sequence[Ddp] | Sequence[Zero]) -> None:
+        self.turns, first = turns, turns[0]
+        self.params, self.names, self.optimizer, self.scale = first.params, first.names, first.optimizer, 1.0
+        self.eager, self.divided = first.eager, first.divided
+        for one in turns:
+            one.collect.unhurried = True
         self.turn = 0
         self.flying: list[bool] | None = None
-        """Of which parameters the last step gave a gradient; None before the first."""
+        """Of which parameters the last step gave a gradient; None where none travels."""
         self.shown: list[int] = []
         self.waits = self.second = False
         """Whether a gradient waits for the optimizer's step, and whether this backward would bring another."""
 
     @property
-    def collect(self) -> Collect:
-        return self.collects[self.turn]
+    def now(self) -> Ddp | Zero:
+        """What is shown, or filled."""
+        return self.turns[self.turn]
 
-    def _send(self, cell: Cell, flat: Tensor, bounds: Sequence[int]) -> Pending:
-        slots = [self.collect.where[index][1] for index in cell.bucket.slots]
-        return self.wire.all_reduce(cell.name, flat, bounds, slots)
+    @property
+    def away(self) -> Ddp | Zero:
+        """What travels."""
+        return self.turns[1 - self.turn]
 
     @property
     def filled(self) -> list[bool]:
-        return self.collect.filled
+        return self.now.filled
+
+    @property
+    def pending(self) -> bool:
+        return self.now.pending
+
+    @property
+    def backlog(self) -> int:
+        return int(self.flying is not None)
+
+    # Around a backward.
 
     def begin(self, *, exchange: bool, hide: bool) -> None:
-        self.second = self.waits and not self.collect.hidden
-        late = self.collect.views
-        self.shown = [k for k, param in enumerate(self.params) if param.grad is late[k]]
+        now = self.now
+        self.second = self.waits and not now.collect.hidden
+        self.shown = [index for index in range(len(self.params)) if now.shows(index)]
         for index in self.shown:
             self.params[index].grad = None
-        self.collect.begin(exchange=exchange, hide=hide)
+        now.root, now.windowed = self.root, self.windowed
+        now.begin(exchange=exchange, hide=hide)
 
     def ready(self, index: int, *, again: bool) -> None:
         if self.second:
             raise UsageError(_TWICE)
-        self.collect.scale = self.scale
-        self.collect.ready(index, again=again)
+        self.now.scale = self.scale
+        self.now.ready(index, again=again)
 
     def hold(self) -> None:
-        self.collect.held = True
+        self.now.hold()
 
     def launch_rest(self) -> None:
-        self.collect.scale = self.scale
-        self.collect.launch_rest()
+        self.now.scale = self.scale
+        self.now.launch_rest()
 
     def finish(self, used: Sequence[bool]) -> None:
-        now = self.collect
-        now.hidden = now.hide
-        if now.hide:
+        now = self.now
+        if now.collect.hide:
+            now.finish(used)
             return
-        flags = [a or b for a, b in zip(used, now.filled, strict=True)]
-        now.filled = [False] * len(self.params)
+        came, self.flying = self.flying, now.given(used)
+        now.collect.hidden, now.collect.filled = False, [False] * len(self.params)
         self.turn = 1 - self.turn
-        self.collect.land()
-        for index, param in enumerate(self.params):
-            param.grad = self.collect.views[index] if self.flying is not None and self.flying[index] else None
-        self.flying, self.waits = flags, True
+        for param in self.params:
+            param.grad = None
+        if came is not None:
+            self.now.finish(came)
+        self.waits = True
 
     def restore(self) -> None:
         for index in self.shown:
-            self.params[index].grad = self.collect.views[index]
+            self.now.show(index)
 
     def wipe(self, index: int) -> None:
-        self.collect.views[index].zero_()
+        self.now.wipe(index)
 
     def assigned(self) -> bool:
-        views = {id(view) for collect in self.collects for view in collect.views}
-        return any(param.grad is not None and id(param.grad) not in views for param in self.params)
+        pairs = enumerate(self.params)
+        return any(param.grad is not None and not any(one.shows(k) for one in self.turns) for k, param in pairs)
+
+    # The update.
 
     def update(self, step: Callable[[], Any]) -> Any:
-        return step()
+        return self.now.update(step)
 
     def stepped(self) -> None:
         self.waits = False
 
+    def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return self.now.whole_state()
+
+    def take_state(self) -> None:
+        self.now.take_state()
+
+    def keeps(self, index: int) -> Kept:
+        return self.now.keeps(index)
+
+    def consensus(self) -> dict[int, Tensor]:
+        return self.now.consensus()
+
+    def settle(self) -> None:
+        self.away.arrivals()
+        self.now.settle()
+
     def loaded(self) -> None:
         """What travels is of other parameters."""
-        self.collects[1 - self.turn].land()
+        self.away.arrivals()
         self.flying = None
-        self.wire.take_state({})
+        self.now.loaded()
 
     def own_state(self) -> dict[str, Tensor]:
-        """What is on its way, arrived."""
-        flying = self.collects[1 - self.turn]
-        flying.land()
+        """What is on its way, arrived; a window's factor is still to come."""
+        flats = {f"flat/{k}": flat for k, flat in enumerate(self.away.arrivals())}
+        factors = torch.tensor([self.turn, self.away.scale, self.away.root], dtype=torch.float64)
         flags = {} if self.flying is None else {"flying": torch.tensor(self.flying)}
-        flats = {f"flat/{k}": flat for k, flat in enumerate(flying.flats)}
-        return {**flags, **flats, **{f"wire/{name}": value for name, value in self.wire.state().items()}}
+        return {**flags, **flats, "turn": factors, **self.now.own_state()}
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
-        self.flying = None
+        for index, param in enumerate(self.params):
+            if self.now.shows(index):
+                param.grad = None
+        turn, scale, root = require_like("turn", state["turn"], torch.empty(3, dtype=torch.float64)).tolist()
+        self.turn, self.flying = int(turn == 1), None
         if "flying" in state:
             flags = torch.empty(len(self.params), dtype=torch.bool)
             self.flying = require_like("flying", state["flying"], flags).tolist()
-        for k, flat in enumerate(self.collects[1 - self.turn].flats):
+        self.away.scale, self.away.root = scale, root
+        for k, flat in enumerate(self.away.arrivals()):
             flat.copy_(state[f"flat/{k}"])
-        self.wire.take_state({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
+        own = ("flat/", "turn", "flying")
+        self.now.take_own_state({name: value for name, value in state.items() if not name.startswith(own)})
 
     def bytes_held(self) -> dict[str, int]:
-        return {
-            "parameters": sum(map(bytes_of, self.params)),
-            "gradients": sum(bytes_of(flat) for collect in self.collects for flat in collect.buffers()),
-            "optimizer": self.bytes_of_state(),
-            "left out": sum(map(bytes_of, self.wire.state().values())),
-        }
+        held = self.now.bytes_held()
+        held["gradients"] += self.away.bytes_held()["gradients"]
+        travelling = [cell.buffer for one in self.turns for cell in one.collect.cells if cell.buffer is not None]
+        held["gradients"] += sum(map(bytes_of, travelling))
+        return held

@@ -185,8 +185,9 @@ class Zero(Sync):
 
     def finish(self, used: Sequence[bool]) -> None:
         collect = self.collect
-        collect.land()
-        shown = [flag or has or more for flag, has, more in zip(used, self.content, collect.filled, strict=True)]
+        if not (collect.hide and collect.unhurried):
+            collect.land()
+        shown = self.given(used)
         collect.hidden = collect.hide
         if collect.hide:
             self.content = shown if self.eager else self.content
@@ -197,6 +198,29 @@ class Zero(Sync):
             shown[index] = True
         self.kept = {}
         self._show(shown)
+
+    def given(self, used: Sequence[bool]) -> list[bool]:
+        """Which parameters get a gradient from what was exchanged."""
+        return [a or b or c for a, b, c in zip(used, self.content, self.collect.filled, strict=True)]
+
+    def shows(self, index: int) -> bool:
+        """Whether parameter `index`'s gradient is the one kept here."""
+        grad = self.params[index].grad
+        return isinstance(grad, DividedGrad) and grad.held is self.held[index]
+
+    def show(self, index: int) -> None:
+        """Make it that."""
+        self.params[index].grad = DividedGrad(self.held[index])
+
+    def arrivals(self) -> list[Tensor]:
+        """Where this rank's part of what was sent arrives: it has."""
+        self.collect.land()
+        self.content, self.window = [False] * len(self.params), 1.0
+        if self.eager:
+            return self.shards
+        low, high = self.comm.rank, self.comm.rank + 1
+        pairs = zip(self.slabs, self.collect.flats, strict=True)
+        return [flat[slab.bounds[low] : slab.bounds[high]] for slab, flat in pairs]
 
     def _window(self, factor: float) -> None:
         """Stage 2: multiply what has been gathered by a window's factor, in place of the one it had."""
@@ -296,7 +320,7 @@ class Zero(Sync):
         grads = [*self.collect.buffers(), *self.shards]
         return {
             "parameters": self.memory.bytes_held(),
-            "gradients": sum(b.numel() * b.element_size() for b in grads),
+            "gradients": sum(map(bytes_of, grads)),
             "optimizer": self.bytes_of_state(),
             "left out": sum(map(bytes_of, self.wire.state().values())),
         }

@@ -20,7 +20,7 @@ from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.pairs import Posted, Works, wait_all
 from distributedtorch.core.sync import require_like
-from distributedtorch.core.wire import Code, Wire, is_plain
+from distributedtorch.core.wire import Code, Wire, both, is_plain
 
 _SENT, _SUMMED, HOSTS = "sent", "summed", "hosts"
 
@@ -35,6 +35,8 @@ class Coded(Wire):
         self.left: dict[str, Tensor] = {}
         """By exchange and half of it, what codes left out."""
         self.counts: dict[str, int] = defaultdict(int)
+        self.latest: dict[str, Posted] = {}
+        """By exchange the last sum begun: the next one of that name adds what it leaves out."""
 
     def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
         if is_plain(slots, flat.dtype):
@@ -59,6 +61,7 @@ class Coded(Wire):
 
     def begin(self, name: str) -> tuple[int, torch.Generator]:
         """What all ranks know of the next exchange of that name, and what this one draws from in it."""
+        name = both(name)
         self.counts[name] += 1
         key = zlib.crc32(f"{name} {self.counts[name]}".encode())
         return key, torch.Generator().manual_seed(key * self.comm.world + self.comm.rank)
@@ -111,7 +114,9 @@ class Sum:
         others, mine = len(wire.peers) - 1, self.place
         self.key, self.draw = wire.begin(name)
         self.sizes = wire.sizes(bounds, flat.dtype)
-        codes = [self._code(f"{_SENT}/{name}/{k}", flat[low:high]) for k, (low, high) in enumerate(pairwise(bounds))]
+        self.kept = both(name)
+        sent = f"{_SENT}/{self.kept}"
+        codes = [self._code(f"{sent}/{k}", flat[low:high]) for k, (low, high) in enumerate(pairwise(bounds))]
         self.parts = [torch.empty(self.sizes[mine], dtype=torch.uint8) for _ in wire.peers]
         self.parts[mine] = codes[mine]
         self.sums = [torch.empty(size, dtype=torch.uint8) for size in self.sizes]
@@ -122,6 +127,7 @@ class Sum:
         self.tag = self.comm.pairs.tag(f"{name}/sums") if everywhere else 0
         self.works = wire.swap(self.comm.pairs.tag(f"{name}/codes"), codes, self.parts)
         self.posted = Posted()
+        self.before, wire.latest[self.kept] = wire.latest.get(self.kept), self.posted
         self.pending = Pending(self.comm, kind, name)
         self.pending.work = self.posted
         self.comm.pairs.progress.hand_over(self.posted, self._sum_up)
@@ -145,8 +151,10 @@ class Sum:
             for part in self.parts[1:]:
                 self.total += self._decoded(part, mine)
         if self.everywhere:
+            if self.before is not None:
+                self.before.done.wait()
             if self.total is not None:
-                self.sums[mine] = self._code(f"{_SUMMED}/{self.name}", self.total)
+                self.sums[mine] = self._code(f"{_SUMMED}/{self.kept}", self.total)
             self.works = self.wire.swap(self.tag, [self.sums[mine]] * len(self.sums), self.sums)
 
     def land(self) -> None:
