@@ -64,12 +64,14 @@ def parts(
 
 
 def _workers(world: World, workers: int | None) -> str:
-    if world.size == 1:
+    if world.size == 1 and not world.servers:
         return "1 process"
     launcher = find().launcher
     source = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", "command line" if launcher == "dtorch" else launcher)
-    asked = "" if workers is None or workers == world.size else f", not {workers} as in the call"
-    return f"{world.size} workers ({source}{asked})"
+    asked = "" if workers in (None, world.size + world.servers) else f", not {workers} as in the call"
+    counts = [(world.size, "worker"), (world.servers, "server")]
+    said = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
+    return f"{said} ({source}{asked})"
 
 
 def _exchange(world: World) -> str:

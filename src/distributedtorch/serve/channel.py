@@ -19,7 +19,7 @@ from torch import Tensor
 from distributedtorch.core.errors import LaunchError, PeerError, explain
 from distributedtorch.serve.board import Refused
 
-_HEADER = struct.Struct("<4sBBxxIQqqI")
+_HEADER = struct.Struct("<4sBBHIQqqI")
 _MAGIC, _VERSION = b"DTSV", 1
 _DOMAIN = "distributedtorch"
 _BESIDE = 4096
@@ -36,6 +36,8 @@ class Kind(IntEnum):
     BYE = 4
     STATE = 5
     REFUSED = 6
+    FILL = 7
+    ASK = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +50,17 @@ class Message:
     version: int = -1
     serial: int = 0
     """Tells a worker's requests apart: the answer has that of the latest."""
+    waiting: int = 0
+    """In an answer: the pushes that wait at the server."""
     content: Tensor | None = None
 
     def frames(self) -> list[Any]:
         """As it is sent; tensors are not copied."""
         size = 0 if self.content is None else self.content.numel()
-        head = _HEADER.pack(_MAGIC, _VERSION, self.kind, self.worker, size, self.step, self.version, self.serial)
+        waiting = min(self.waiting, 0xFFFF)
+        head = _HEADER.pack(
+            _MAGIC, _VERSION, self.kind, waiting, self.worker, size, self.step, self.version, self.serial
+        )
         return [head] if self.content is None else [head, memoryview(self.content.numpy())]  # type: ignore[arg-type]
 
 
@@ -65,7 +72,7 @@ def read(frames: list[Any]) -> Message:
     """
     if not 1 <= len(frames) <= 2 or len(frames[0].buffer) != _HEADER.size:
         raise Refused("not a message of this library")
-    magic, version, kind, worker, size, step, at, serial = _HEADER.unpack(bytes(frames[0].buffer))
+    magic, version, kind, waiting, worker, size, step, at, serial = _HEADER.unpack(bytes(frames[0].buffer))
     if magic != _MAGIC or version != _VERSION or kind not in set(Kind):
         raise Refused(f"a message of another form (version {version}, kind {kind})")
     if size != (len(frames[1].buffer) if len(frames) == 2 else 0):
@@ -73,7 +80,9 @@ def read(frames: list[Any]) -> Message:
     content = torch.frombuffer(frames[1].buffer, dtype=torch.uint8) if size else None
     if content is not None and content.data_ptr() % _ALIGN:
         content = content.clone()  # it lies in the socket's buffer
-    return Message(kind=Kind(kind), worker=worker, step=step, version=at, serial=serial, content=content)
+    return Message(
+        kind=Kind(kind), worker=worker, step=step, version=at, serial=serial, waiting=waiting, content=content
+    )
 
 
 def zmq() -> Any:
@@ -164,7 +173,7 @@ class Line:
         self.socket.curve_publickey, self.socket.curve_secretkey = pair
         self.socket.heartbeat_ivl = _HEARTBEAT_MS
         self.socket.connect(where)
-        self.greeted, self.serial, self.version = False, 0, 0
+        self.greeted, self.serial, self.version, self.waiting = False, 0, 0, 0
 
     def say(self, kind: Kind, step: int = -1, content: Tensor | None = None, *, held: int = -1) -> None:
         """Send a message; `held`: the version that this worker has."""
@@ -197,7 +206,7 @@ class Line:
             if message.kind is Kind.REFUSED:
                 assert message.content is not None
                 raise Refused(bytes(message.content.tolist()).decode(errors="replace"))
-            self.version = message.version
+            self.version, self.waiting = message.version, message.waiting
             return message
 
     def close(self) -> None:
