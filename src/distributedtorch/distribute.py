@@ -60,14 +60,15 @@ def distribute(
     effective, origin = resolve(*sources(os.environ), plan)
     effective = verify_record.plan_here(effective)
     place = find()
-    if not here().joined or here().size == 1:
+    if not here().joined or here().size + here().servers == 1:
         check_group(place)
     _start(verify_record.workers_here(workers), effective)
     world = here()
     objects = tuple(unwrapped(thing, place) for thing in objects)
     effective.check(world.size + world.servers, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
-    plain = world.size == 1 and not effective.numerics().words and not verify_record.wanted()
+    alone = world.size + world.servers == 1
+    plain = alone and not effective.numerics().words and not verify_record.wanted()
     inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size, plain=plain)
     check_named([*RUN.models, *given.models], effective.block)
     precision.check(given.models, effective)
