@@ -1,10 +1,11 @@
 """A job whose parameters count what was applied, for kills in mid-run: `counted.py FOLDER PLAN [SABOTAGE]`.
 
-A plan with `apart` has one process more, which comes no further than dt.distribute. Each rank has one number, and the gradient of its loss takes one off it: with learning rate 1 the number says how often
+Each rank has one number, and the gradient of its loss takes one off it: with learning rate 1 the number says how often
 a push of that rank was applied (in rounds, where the mean is applied, three are taken off). A net is trained beside it;
-a version has one sum of bytes, whoever is given it, before and after a kill. Each rank writes `log.<rank>` a line at a
-time: `push STEP`, `answered STEP VERSION SUM`, `end STEP COUNT`. It ends at the step that a file `stop` says. `faults`
-looks at the logs, and knows nothing of servers.
+a version has one sum of bytes, whoever is given it, before and after a kill. A plan with `apart` has one process more,
+which comes no further than dt.distribute. Each rank writes `log.<rank>` a line at a time: `push STEP`, `answered STEP
+VERSION SUM`, `end STEP COUNT`. It ends at the step that a file `stop` says. `faults` looks at the logs, and knows
+nothing of servers.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ class Served(Alone):
             Post(line, [self.items[k] for k in part], self._reduced(part))
             for line, part in zip(self.lines, self.parts, strict=True)
         ]
-        self.closed = False
+        self.closed = self.differ = self.told = False
+        """Whether it has hung up, whether workers may have other parameters now, and whether an evaluation said so."""
         self.refilled = False
         """Whether values were put into parameters or optimizer from outside, for the servers to take over."""
         self.pulled = self.used = False
@@ -188,6 +189,7 @@ class Served(Alone):
     def _push(self, values: Sequence[Tensor | None]) -> None:
         self.step += 1
         self.pulled = self.fresh = False
+        self.differ = not self.terms.rounds
         options = rates.numbers(self.optimizer) if self.terms.told else None
         for post, part in zip(self.posts, self.parts, strict=True):
             self.comm.count_sent("push", post.bring(self.step, [values[number] for number in part], options))
@@ -245,6 +247,7 @@ class Served(Alone):
             self._publish()
         average(self.comm, f"{self.name}/buffers", statistics_of(self.models))
         self.comm.barrier(f"{self.name}/settled")
+        self.differ = False
 
     def loaded(self) -> None:
         if self.restored and self.fresh:  # after a new start of the job the servers have what came later

@@ -61,7 +61,7 @@ class Updates(Served):
             self._pull()
         result = step()
         self.taken += 1
-        self.used = False
+        self.used, self.differ = False, True
         if self.taken >= self.terms.every:
             self._bring()
         return result
