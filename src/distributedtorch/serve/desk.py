@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from distributedtorch.core.errors import PeerError
 from distributedtorch.serve.board import Board, Push, Refused
 from distributedtorch.serve.channel import Doors, Kind, Message, refusal
 from distributedtorch.serve.journal import Journal
@@ -98,7 +99,9 @@ class Desk:
         while len(self.gone) < len(self.doors.workers):
             try:
                 message = self.doors.hear(_MS_BETWEEN_LOOKS)
-                if message is not None:
+                if message is None:
+                    self.doors.require_anybody()
+                else:
                     with self.lock:
                         self._answer(message)
                         if self.journal is not None and self.journal.full:
@@ -106,6 +109,8 @@ class Desk:
             except Exception as error:  # the user's optimizer, or the channel: every worker is to hear of it
                 self.failed = error
                 self.on_failure(error)
+                if isinstance(error, PeerError):
+                    return
                 for worker in self.doors.names:
                     with contextlib.suppress(Exception):
                         self.doors.say(worker, self._failure())
