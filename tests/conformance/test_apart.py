@@ -18,9 +18,9 @@ POOL = "tests.conformance.apart_pool"
         (2, "server(apart,staleness=0)"),
         (3, "server(apart,staleness=0,servers=2)"),
         (2, "server(apart,staleness=0,servers=2,rates=own),wire=int8"),
-        (3, "server(apart,staleness=0,push=updates)"),
-        (1, "server(apart,staleness=0,servers=2)"),
         (3, "server(apart,staleness=2)"),
+        pytest.param(3, "server(apart,staleness=0,push=updates)", marks=pytest.mark.long),
+        pytest.param(1, "server(apart,staleness=0,servers=2)", marks=pytest.mark.long),
         pytest.param(3, "server(apart,staleness=0)", marks=pytest.mark.long),
         pytest.param(2, "server(apart,staleness=0,servers=2)", marks=pytest.mark.long),
         pytest.param(2, "server(apart,staleness=0,push=updates,every=2),wire=bf16", marks=pytest.mark.long),
@@ -40,9 +40,9 @@ def test_apart(workers: int, plan: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("own values", "not what servers beside ranks give, in epoch 0"),
+        pytest.param("own values", "not what servers beside ranks give, in epoch 0", marks=pytest.mark.long),
         ("own rates", "not what servers beside ranks give"),
-        ("no state", "state is with the servers only"),
+        pytest.param("no state", "state is with the servers only", marks=pytest.mark.long),
         ("no bound", "a push of staleness"),
     ],
 )

@@ -39,7 +39,11 @@ def test_a_killed_server_is_named(start: Start) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("failing", "server 0 (process 2) failed first: ArithmeticError: no more steps"),
+        pytest.param(
+            "failing",
+            "server 0 (process 2) failed first: ArithmeticError: no more steps",
+            marks=pytest.mark.long,
+        ),
         pytest.param("raise", "rank 1 failed first: ValueError: a bad sample", marks=pytest.mark.long),
     ],
 )
