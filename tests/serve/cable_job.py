@@ -1,6 +1,6 @@
-"""A process of a job over two hosts, the server on the second, that trains until it is told to end or cannot.
+"""A process of a job over two hosts, the server on the second, that trains until there is a file `stop`.
 
-Workers count their steps in `steps.<rank>`; a server that ends writes `server`. What waits for long waits for less.
+Workers count their steps in `steps.<rank>`. What waits for long waits for less here.
 """
 
 import os
@@ -16,11 +16,11 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 model, optimizer = dt.distribute(model, optimizer, plan="server(apart,staleness=4)")
-count = Path(f"steps.{dt.rank()}").open("w")
+count = os.open(f"steps.{dt.rank()}", os.O_WRONLY | os.O_CREAT, 0o600)
 step = 0
 while not Path("stop").exists():
     model(torch.ones(1, 4)).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     step += 1
-    os.pwrite(count.fileno(), str(step).encode(), 0)
+    os.pwrite(count, str(step).encode(), 0)
