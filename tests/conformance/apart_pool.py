@@ -34,9 +34,10 @@ from tests.serve.history import staleness
 Step = Callable[[], None]
 
 
-def net(seed: int) -> nn.Module:
+def net(seed: int, device: str = "cpu") -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def data() -> DataLoader[tuple[Tensor, ...]]:
@@ -52,7 +53,7 @@ def optimizer_for(model: nn.Module, plan: str) -> torch.optim.Optimizer:
 
 def trained(folder: Path, plan: str, seed: int) -> list[list[Tensor]]:
     """Parameters after one epoch, saved there; after another; after the same again from what was saved."""
-    model = net(seed)
+    model = net(seed, "meta" if "own" in plan else "cpu")
     optimizer = optimizer_for(model, plan)
     scheduler = StepLR(optimizer, 2, 0.5)
     model, optimizer, loader, scheduler = dt.distribute(model, optimizer, data(), scheduler, plan=plan)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distributedtorch.core.bucket import is_empty
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.sync import require_like
 from distributedtorch.serve import rates
@@ -96,7 +97,7 @@ class Shard:
     def _fill(self, values: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> None:
         self.optimizer.state = defaultdict(dict)
         for value, state, master in zip(values, states, self.masters, strict=True):
-            if not value.is_meta:
+            if not is_empty(value):
                 master.data.copy_(value)
             if self.terms.push == "gradients" and state:
                 self.optimizer.state[master] = copied(dict(state), torch.device("cpu"))
@@ -293,7 +294,9 @@ class Shard:
 
 def _on_host(param: Tensor) -> Tensor:
     """A copy in host memory; without values where there are none yet."""
-    return torch.empty_like(param, device="cpu") if param.is_meta else param.detach().to("cpu", copy=True)
+    if is_empty(param):
+        return torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+    return param.detach().to("cpu", copy=True)
 
 
 def _finite(number: int, value: Tensor) -> Tensor:
