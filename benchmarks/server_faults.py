@@ -1,9 +1,10 @@
 """Servers and workers killed in mid-run: `python -m benchmarks.server_faults [--kills 50] [--seed 0]`.
 
-Jobs of three ranks whose parameters count what was applied (tests/serve/counted.py) are killed by SIGKILL at random
-moments, ten times each, and started again by `dtorch run --restarts`: first the rank that has the server, then the
-others. At the end the logs of workers are looked at: an answered push that is lost, a push that counts twice, a version
-that has other bytes than before. Two sabotages must be seen. Writes benchmarks/results/server_faults.json.
+Jobs of three ranks, under `apart` with a server in a fourth process, whose parameters count what was applied
+(tests/serve/counted.py) are killed by SIGKILL at random moments, ten times each, and started again by
+`dtorch run --restarts`: first the process that has the server, then the others. At the end the logs of workers are
+looked at: an answered push that is lost, a push that counts twice, a version that has other bytes than before. Two
+sabotages must be seen. Writes benchmarks/results/server_faults.json.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PLANS = (
     "server(staleness=0)",
     "server(ahead=2)",
     "server(staleness=2,compensate=0.1)",
+    "server(apart,staleness=4)",
+    "server(apart,staleness=0)",
 )
 PER_JOB = 10
 
@@ -43,18 +46,25 @@ def job(plan: str, victims: list[int], seed: int, sabotage: str = "") -> dict[st
     return row
 
 
+def server_of(plan: str) -> int:
+    """The process that has the server."""
+    return counted.WORLD if "apart" in plan else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="also the plan to begin with")
     given = parser.parse_args()
     draw = random.Random(given.seed)
     rows: dict[str, list[dict[str, Any]]] = {"server": [], "worker": []}
     for who, rows_of in rows.items():
         for number, first in enumerate(range(0, given.kills, PER_JOB)):
             count = min(PER_JOB, given.kills - first)
-            victims = [0] * count if who == "server" else [draw.choice([1, 2]) for _ in range(count)]
-            rows_of.append(job(PLANS[(number + given.seed) % len(PLANS)], victims, given.seed + number))
+            plan = PLANS[(number + given.seed) % len(PLANS)]
+            others = [0, 1, 2] if "apart" in plan else [1, 2]
+            victims = [server_of(plan)] * count if who == "server" else [draw.choice(others) for _ in range(count)]
+            rows_of.append(job(plan, victims, given.seed + number))
     sabotaged = {how: job(PLANS[0], [0], given.seed, how) for how in ("forgets", "twice")}
     faults = sum(len(row["faults"]) for rows_of in rows.values() for row in rows_of)
     unseen = [how for how, row in sabotaged.items() if not row["faults"]]

@@ -52,12 +52,16 @@ def own_randomness(rank: int, step: int = 0) -> None:
         sys.modules["numpy"].random.seed(seed % (1 << 32))
 
 
+def trained_by(given: Optimizer) -> list[nn.Parameter]:
+    """The parameters that an optimizer trains, in the order in which their gradients come."""
+    return [p for group in given.param_groups for p in group["params"] if p.requires_grad][::-1]
+
+
 def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: World, build: Callable[..., Any]) -> None:
     """Attach a sync to an optimizer's parameters, another one to its tables, and let `step` go through them."""
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     mine = [p for group in given.param_groups for p in group["params"]]
-    trained = [p for p in mine if p.requires_grad]
-    trained.reverse()
+    trained = trained_by(given)
     sparse = tables(models) if world.size > 1 and plan.lockstep else set()
     number = str(len(world.loop.members))
     rows, dense = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]

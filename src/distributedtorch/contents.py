@@ -62,7 +62,8 @@ class _Collector:
         self.models = RUN.models if model is None else [RUN.models[model]]
         self.keys = keys_of(self.models)
         self.divided = divided.kept(once=True) if divided.ALL else {}
-        syncs = [member.sync for member in here().loop.members] if len(writers) == here().size > 1 else []
+        others = here().size > 1 or here().servers > 0
+        syncs = [member.sync for member in here().loop.members] if len(writers) == here().size and others else []
         self.agreed = {key: value for sync in syncs for key, value in sync.consensus().items()}
         """By the id of a tensor that replicas have each in its own way what is written for all of them."""
         self.common: list[Piece] = []

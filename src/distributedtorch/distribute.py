@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distributedtorch import attach, behind, filling, guard, inspect, precision, recipes, report
+from distributedtorch import apart, attach, behind, filling, guard, inspect, precision, recipes, report
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.blocks import check_named
 from distributedtorch.core.errors import LaunchError, explain
@@ -60,14 +60,15 @@ def distribute(
     effective, origin = resolve(*sources(os.environ), plan)
     effective = verify_record.plan_here(effective)
     place = find()
-    if not here().joined or here().size == 1:
+    if not here().joined or here().size + here().servers == 1:
         check_group(place)
     _start(verify_record.workers_here(workers), effective)
     world = here()
     objects = tuple(unwrapped(thing, place) for thing in objects)
-    effective.check(world.size, world.local_size)
+    effective.check(world.size + world.servers, world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
-    plain = world.size == 1 and not effective.numerics().words and not verify_record.wanted()
+    alone = world.size + world.servers == 1
+    plain = alone and not effective.numerics().words and not verify_record.wanted()
     inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size, plain=plain)
     check_named([*RUN.models, *given.models], effective.block)
     precision.check(given.models, effective)
@@ -79,6 +80,8 @@ def distribute(
         _remember(effective, given)
         return result
     join_world()
+    if effective.apart:
+        apart.part(given, effective, world)
     result, loaders = _attach(objects, given, effective, world, fill)
     synchronised = given.models if world.size > 1 and effective.lockstep else []
     batchnorms = sum(map(batchnorm.count, synchronised))

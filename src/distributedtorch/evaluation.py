@@ -32,6 +32,7 @@ from distributedtorch.score.batch import Step, forward, pair
 from distributedtorch.score.figure import Every, Figure, Measure, checked
 from distributedtorch.score.parcel import gather, join, split
 from distributedtorch.sync.loose import Loose
+from distributedtorch.sync.served import Served
 
 Choose = Callable[[Any, Any], dict[str, Figure]]
 """The figures to report, from the first batch's output and target."""
@@ -191,8 +192,8 @@ def _check_model(model: Any, world: int) -> None:
 def _note_replicas(model: nn.Module, world: World) -> None:
     """Say once that replicas which step alone are scored as they are."""
     mine = {id(param) for param in model.parameters()}
-    for sync in [member.sync for member in world.loop.members]:
-        if isinstance(sync, Loose) and sync.differ and not sync.told and any(id(p) in mine for p in sync.params):
+    for sync in [member.sync for member in world.loop.members if isinstance(member.sync, Loose | Served)]:
+        if sync.differ and not sync.told and any(id(p) in mine for p in sync.params):
             sync.told = True
             said = "each rank's rows are scored by its own replica, and replicas differ now"
             report.say(world, f"evaluation: {said}; call dt.sync() first to score what they stand for together")

@@ -259,12 +259,14 @@ def _place(setup: _Setup) -> None:
 def _first_exception() -> str:
     """What the first rank to fail said, where ranks leave records."""
     folder = find().run_folder
-    ends = [record.read(folder, rank) for rank in range(here().size)] if folder is not None else []
+    if folder is None:
+        return ""
+    ends = [record.read(folder, rank) for rank in range(here().size + here().servers)]
     raised = [end for end in ends if end is not None and end.kind == "raised" and not end.consequence]
     if not raised:
         return ""
     first = min(raised, key=lambda end: end.time)
-    return f"rank {first.rank} raised {first.type}: {first.message} (at {first.where})"
+    return f"{record.name_of(folder, first.rank)} raised {first.type}: {first.message} (at {first.where})"
 
 
 def _refuse_more_workers(setups: Sequence[_Setup]) -> None:

@@ -155,16 +155,32 @@ def _groups(trained: Trained, plan: Plan, world: World) -> Sync:
 
 
 def _server(trained: Trained, plan: Plan, world: World) -> Sync:
-    host = "127.0.0.1" if world.local_size == world.size else own_address(os.environ["MASTER_ADDR"])
-    terms = Terms(**plan.options("server"))  # type: ignore[arg-type]
-    kind = Updates if terms.push == "updates" else Server
-    folder = os.environ.get(KEPT_VARIABLE)
-    made = kind(trained, world.comm, host, wire(plan, world), terms, kept=Path(folder) if folder else None)
+    said = terms(plan)
+    kind = Updates if said.push == "updates" else Server
+    reach = world.reach.pop(0) if world.reach else None
+    host = "" if reach else listening(world)
+    made = kind(trained, world.comm, host, wire(plan, world), said, kept=kept(), reach=reach)
     if made.found:
         say(world, _restored(made.found))
     world.undo.append(made.close)
     BEFORE_LEAVING.append(made.close)
     return made
+
+
+def terms(plan: Plan) -> Terms:
+    """What a plan says of its servers."""
+    return Terms(**plan.options("server"))  # type: ignore[arg-type]
+
+
+def listening(world: World) -> str:
+    """The address at which a server of this host listens: loopback where all processes are on one host."""
+    return "127.0.0.1" if world.local_size == world.size else own_address(os.environ["MASTER_ADDR"])
+
+
+def kept() -> Path | None:
+    """Where servers keep what they have applied; None where the job is not started again."""
+    folder = os.environ.get(KEPT_VARIABLE)
+    return Path(folder) if folder else None
 
 
 def _restored(versions: list[int]) -> str:
@@ -175,7 +191,7 @@ def _restored(versions: list[int]) -> str:
 
 def sync(trained: Trained, plan: Plan, world: World) -> Sync:
     """The sync that a plan means here."""
-    if world.size == 1:
+    if world.size == 1 and not world.reach:
         return Alone(trained.params, trained.names, trained.optimizer, world.comm)
     return SYNCS[plan.sync](trained, plan, world)
 

@@ -50,7 +50,7 @@ def parts(
     plan: Plan, origin: dict[str, str], world: World, loaders: list[Loader], *, batchnorms: int, workers: int | None
 ) -> list[str]:
     """The line's parts, in order."""
-    said = [_workers(world, workers), f"plan {_words(plan, origin)}"]
+    said = [_workers(world, plan, workers), f"plan {_words(plan, origin)}"]
     said += [f"batch {loader.note}" for loader in loaders]
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
     if world.size > 1:
@@ -65,13 +65,15 @@ def parts(
     return said
 
 
-def _workers(world: World, workers: int | None) -> str:
-    if world.size == 1:
+def _workers(world: World, plan: Plan, workers: int | None) -> str:
+    if world.size == 1 and not world.servers:
         return "1 process"
     launcher = find().launcher
     source = os.environ.get("DISTRIBUTEDTORCH_WORKERS_SOURCE", "command line" if launcher == "dtorch" else launcher)
-    asked = "" if workers is None or workers == world.size else f", not {workers} as in the call"
-    return f"{world.size} workers ({source}{asked})"
+    asked = "" if workers in (None, world.size + world.servers) else f", not {workers} as in the call"
+    counts = [(world.size, "worker"), (world.servers if plan.apart else 0, "server")]
+    said = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
+    return f"{said} ({source}{asked})"
 
 
 def _exchange(world: World) -> str:

@@ -246,7 +246,7 @@ def misfit(folder: Path) -> None:
 
 def scored() -> None:
     """An evaluation of replicas that differ says so, once."""
-    for plan in ("local(every=3)", "gossip"):
+    for plan in ("local(every=3)", "gossip", "server", "server(staleness=0)"):
         for first in (False, True):
             model = net()
             model, optimizer, data = dt.distribute(model, adam(model), rows(), plan=plan)

@@ -342,3 +342,16 @@ def test_table() -> None:
         (word,) = Plan.parse(row.example).words
         assert str(word) == row.example and plan_module.key(word) == name and plan_module.legal(word)
         assert read(row.example) == (word,)
+
+
+def test_servers_of_their_own() -> None:
+    plan = Plan.parse("server(servers=2,apart,staleness=0)")
+    assert str(plan) == "server(apart,staleness=0,servers=2)" and plan == Plan.parse(str(plan)) and plan.apart == 2
+    assert Plan.parse("server(where=apart)") == Plan.parse("server(apart)") != Plan.parse("server")
+    assert Plan.parse("server(servers=2)").apart == Plan.parse("ddp").apart == 0
+    for world, fits in ((1, True), (2, False), (3, True)):  # one process alone trains alone
+        said = [fault for fault in plan.faults(world) if "2 servers apart" in fault]
+        assert bool(said) is not fits
+    assert any("start 3 or more" in fault for fault in plan.faults(2))
+    assert not plan_module.legal(Plan.parse("server(apart,apart)").words[0])
+    assert not plan_module.legal(Plan.parse("server(aside)").words[0])

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import distributedtorch as dt
+from distributedtorch.core import plain
 from distributedtorch.distribute import release
-from distributedtorch.launch import plain
 from tests.launch.train import train
 
 

@@ -2,9 +2,10 @@
 
 Each rank has one number, and the gradient of its loss takes one off it: with learning rate 1 the number says how often
 a push of that rank was applied (in rounds, where the mean is applied, three are taken off). A net is trained beside it;
-a version has one sum of bytes, whoever is given it, before and after a kill. Each rank writes `log.<rank>` a line at a
-time: `push STEP`, `answered STEP VERSION SUM`, `end STEP COUNT`. It ends at the step that a file `stop` says. `faults`
-looks at the logs, and knows nothing of servers.
+a version has one sum of bytes, whoever is given it, before and after a kill. A plan with `apart` has one process more,
+which comes no further than dt.distribute. Each rank writes `log.<rank>` a line at a time: `push STEP`, `answered STEP
+VERSION SUM`, `end STEP COUNT`. It ends at the step that a file `stop` says. `faults` looks at the logs, and knows
+nothing of servers.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def main(folder: Path, plan: str, how: str) -> None:
 
     sabotage(how)
     journal._LEAST_BYTES = 1 << 30 if how else 1 << 16  # the state is written anew now and then, or never
+    (folder / f"pid.{os.environ['DISTRIBUTEDTORCH_ATTEMPT']}.{os.environ['RANK']}").write_text(str(os.getpid()))
     model = Counting(WORLD if "staleness=0" in plan else 1)
     groups = [{"params": [model.counts], "lr": 1.0}, {"params": model.net.parameters(), "momentum": 0.9}]
     model, optimizer = dt.distribute(model, torch.optim.SGD(groups, lr=0.01), plan=plan)
@@ -63,7 +65,6 @@ def main(folder: Path, plan: str, how: str) -> None:
     assert isinstance(sync, Server)
     draw = torch.Generator().manual_seed(rank)
     log = os.open(folder / f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    (folder / f"pid.{os.environ['DISTRIBUTEDTORCH_ATTEMPT']}.{rank}").write_text(str(os.getpid()))
     while sync.step < _last(folder):
         optimizer.zero_grad()
         model(torch.randn(4, 8, generator=draw, dtype=torch.float64), rank).backward()

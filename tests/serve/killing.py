@@ -20,9 +20,10 @@ MORE = 20
 
 
 def killed(folder: Path, plan: str, victims: Sequence[int], seed: int, sabotage: str = "") -> list[str]:
-    """Run the counting job, kill these ranks one after the other, and say what is wrong at the end."""
+    """Run the counting job, kill these processes one after the other, and say what is wrong at the end."""
     draw = random.Random(seed)
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(counted.WORLD)]
+    processes = counted.WORLD + ("apart" in plan)
+    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(processes)]
     command += ["--restarts", str(len(victims)), str(ROOT / "tests/serve/counted.py"), str(folder), plan, sabotage]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -31,7 +32,7 @@ def killed(folder: Path, plan: str, victims: Sequence[int], seed: int, sabotage:
     try:
         before = [0] * counted.WORLD
         for attempt, victim in enumerate([*victims, None]):
-            there = [folder / f"pid.{attempt}.{rank}" for rank in range(counted.WORLD)]
+            there = [folder / f"pid.{attempt}.{rank}" for rank in range(processes)]
             _until(job, lambda there=there: all(path.exists() and path.read_text() for path in there), SECONDS)  # type: ignore[misc]
             _until(
                 job,

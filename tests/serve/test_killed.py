@@ -27,11 +27,16 @@ from tests.serve.killing import ROOT, killed
     ("plan", "victims"),
     [
         ("server(staleness=4)", [0, 2]),
+        ("server(apart,staleness=4)", [3]),
+        pytest.param("server(apart,staleness=0)", [1, 3, 0], marks=pytest.mark.long),
         pytest.param("server(staleness=0)", [1, 0], marks=pytest.mark.long),
     ],
 )
 def test_killed_in_mid_run(plan: str, victims: list[int], tmp_path: Path) -> None:
     assert killed(tmp_path, plan, victims, seed=1) == []
+    if "apart" in plan:
+        out = (tmp_path / "out").read_text()
+        assert "dtorch: server 0 (process 3) failed first: was killed by SIGKILL" in out
 
 
 @pytest.mark.timeout(120)
@@ -40,10 +45,13 @@ def test_killed_in_mid_run(plan: str, victims: list[int], tmp_path: Path) -> Non
     [
         ("forgets", "an answered push was lost"),
         pytest.param("twice", "were applied", marks=pytest.mark.long),
+        pytest.param("apart forgets", "an answered push was lost", marks=pytest.mark.long),
     ],
 )
 def test_a_server_that_forgets_or_counts_twice_is_seen(how: str, said: str, tmp_path: Path) -> None:
-    assert any(said in fault for fault in killed(tmp_path, "server(staleness=4)", [0], seed=2, sabotage=how))
+    plan, victim = ("server(apart,staleness=4)", 3) if "apart" in how else ("server(staleness=4)", 0)
+    found = killed(tmp_path, plan, [victim], seed=2, sabotage=how.removeprefix("apart "))
+    assert any(said in fault for fault in found)
 
 
 def pushed(values: list[float], step: int) -> Push:

@@ -141,6 +141,13 @@ class Plan:
         return {name: value.name if isinstance(value, Word) else value for name, value in bound.items()}
 
     @property
+    def apart(self) -> int:
+        """How many processes only serve: the last ones."""
+        given = self.options("server")
+        servers = given.get("servers", 1)
+        return servers if given.get("where") == "apart" and isinstance(servers, int) else 0
+
+    @property
     def precision(self) -> Literal["bf16", "fp16", "fp8"] | None:
         """The type to compute in, None for the model's own."""
         return cast(Literal["bf16", "fp16", "fp8"] | None, self._name_of_kind("precision"))
@@ -271,7 +278,7 @@ def _canonical_args(word: Word, row: Row) -> Word:
     if not bound or not set(row.args) <= set(bound):
         return word
     given = [name for name in row.args | row.options if name in bound]
-    args = tuple(Arg(bound[name], key=None if row.positional else name) for name in given)
+    args = tuple(Arg(bound[name], key=None if row.positional or row.is_flag(name) else name) for name in given)
     return Word(word.name, value=word.value, args=args)
 
 
@@ -440,12 +447,20 @@ def _world_faults(plan: Plan, world: int | None, local_world: int | None) -> Ite
     if local_world is not None and local_world > world:
         given_text = f"{local_world} processes on this host given, of {world} in all"
         yield explain(given_text, "no more on one host than in all", "count this host's processes in")
-    servers = plan.options("server").get("servers", 1) if plan.sync == "server" else 1
-    if isinstance(servers, int) and servers > world:
-        yield explain(f"{servers} servers given for {world} processes", "at most one beside each", "give fewer servers")
+    yield from _too_many_servers(plan, world)
     fault = _product_fault(world, {said: size for said, axis in AXES.items() if (size := _axis(plan, axis))})
     if fault:
         yield fault
+
+
+def _too_many_servers(plan: Plan, world: int) -> Iterator[str]:
+    servers = plan.options("server").get("servers", 1) if plan.sync == "server" else 1
+    if plan.apart and 1 < world <= plan.apart:
+        given = f"{plan.apart} server{'s' if plan.apart > 1 else ''} apart, and {world} processes in all"
+        do = f"start {plan.apart + 1} or more (`workers` counts servers too), give fewer, or leave apart out"
+        yield explain(given, "more processes than servers: the last ones serve, the others train", do)
+    elif isinstance(servers, int) and servers > world and not plan.apart:
+        yield explain(f"{servers} servers given for {world} processes", "at most one beside each", "give fewer servers")
 
 
 def _axis(plan: Plan, name: str) -> int | None:

@@ -323,7 +323,9 @@ class Row:
         if self.args or self.options:
             keys = ", ".join(f"{key}=..." for key in self.args)
             said = [f"{key} {legal}" for key, legal in self.args.items()]
-            said += [f"perhaps {key} {legal}" for key, legal in self.options.items()]
+            said += [
+                f"perhaps {legal if self.is_flag(key) else f'{key} {legal}'}" for key, legal in self.options.items()
+            ]
             return f"`{self.name}{f'({keys})' if keys else ''}` with {', '.join(said)}"
         return f"`{self.name}` alone, without a value"
 
@@ -333,11 +335,20 @@ class Row:
         legal = self.args | self.options
         places = [*self.args, *(self.options if self.positional else ()), *[""] * len(args)]
         for arg, place in zip(args, places, strict=False):
-            key = arg.key or place
+            key = arg.key or place or self._flag(arg.value)
             if key not in legal or key in bound:
                 return None
             bound[key] = legal[key].settle(arg.value)
         return bound
+
+    def is_flag(self, key: str) -> bool:
+        """Whether an option has one legal name, so that it needs no key."""
+        legal = self.options.get(key)
+        return isinstance(legal, OneOf) and len(legal.names) == 1
+
+    def _flag(self, value: Value) -> str:
+        """The key of the flag that a name stands for; empty if there is none."""
+        return next((key for key, legal in self.options.items() if self.is_flag(key) and legal.accepts(value)), "")
 
     def accepts(self, bound: dict[str, Value] | None) -> bool:
         """Whether bound arguments are legal and none that is needed is missing."""
@@ -402,8 +413,9 @@ _ROWS = (
     _row(
         "sync",
         "server(staleness=4)",
-        "workers push gradients to servers and pull parameters at most so many versions old",
+        "workers push gradients, pull parameters at most so many versions old; `apart`: servers are processes",
         options={
+            "where": OneOf(names=("apart",)),
             "staleness": Range(least=0),
             "ahead": Range(least=0),
             "servers": COUNT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,6 +28,12 @@ class World:
     loop: Loop = field(default_factory=lambda: Loop(Comm(0, 1)))
     undo: list[Callable[[], None]] = field(default_factory=list)
     """What puts the user's objects back as they were."""
+    servers: int = 0
+    """How many processes of the job only serve, and are not counted among its ranks."""
+    reach: list[Any] = field(default_factory=list)
+    """Where they are, for each optimizer that is not attached yet."""
+    end_watch: Callable[[], None] = lambda: None
+    """What stops the watch of this rank."""
     _pull: list[Pull] = field(default_factory=list)
     _parts: dict[int, tuple[Comm, Comm]] = field(default_factory=dict)
 

@@ -28,8 +28,9 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from distributedtorch.core import plain
 from distributedtorch.core.errors import LaunchError, RankError, explain
-from distributedtorch.launch import place, plain, record, start, verdict
+from distributedtorch.launch import place, record, start, verdict
 from distributedtorch.launch import port as ports
 from distributedtorch.launch import ranks as processes
 from distributedtorch.launch.ranks import Rank
@@ -233,7 +234,7 @@ def _conclude(job: Job) -> Any:
         found = verdict.judge(job.ranks, job.folder)
         end = record.read(job.folder, found.rank)
         trace = end.traceback if end is not None else ""
-        text = f"rank {found.rank} failed first: {found.text}\n{trace}  logs: {job.folder}"
+        text = f"{record.name_of(job.folder, found.rank)} failed first: {found.text}\n{trace}  logs: {job.folder}"
         raise RankError(text, rank=found.rank, kind=end.type if end is not None else "")
     value = None
     if (job.folder / _NOT_PLAIN).exists():

@@ -58,13 +58,45 @@ def join(place: Place, *, device_type: str, timeout_seconds: float = 1800) -> St
     store = client(timeout_seconds, patience_seconds=60 if place.launcher == "dtorch" else timeout_seconds)
     _meet(place, store, timeout_seconds)
     addresses.forget(place)
+    _group(place, store, device_type, timeout_seconds)
+    atexit.register(_leave)
+    return store
+
+
+def _group(place: Place, store: Store, device_type: str, timeout_seconds: float) -> None:
     timeout = timedelta(seconds=timeout_seconds)
     backend = _backend(place, device_type)
     dist.init_process_group(
         backend, store=PrefixStore("group", store), rank=place.rank, world_size=place.world, timeout=timeout
     )
-    atexit.register(_leave)
-    return store
+
+
+def part(world: int, timeout_seconds: float = 1800) -> None:
+    """Return when all processes have come here: from then on nobody needs anything of their group.
+
+    Raises:
+        LaunchError: The group is the script's own.
+    """
+    if _adopted:
+        given = "torch.distributed is initialised by the script, under a plan whose last processes only serve"
+        do = "remove init_process_group: dt.distribute makes its own group"
+        raise LaunchError(explain(given, "a group of the workers alone", do))
+    store = client(timeout_seconds)
+    if store.add("parted", 1) == world:
+        store.set("parted/all", "")
+    store.get("parted/all")
+
+
+def regroup(workers: Place | None, *, device_type: str, timeout_seconds: float = 1800) -> None:
+    """End the group of all processes, after `part`; workers (those with a place among them) make one of their own."""
+    dist.destroy_process_group()
+    if workers is not None:
+        _group(workers, among_workers(client(timeout_seconds)), device_type, timeout_seconds)
+
+
+def among_workers(store: Store) -> Store:
+    """The same store, with keys that only workers use."""
+    return PrefixStore("workers", store)
 
 
 def client(timeout_seconds: float = 60, patience_seconds: float = 60) -> Store:

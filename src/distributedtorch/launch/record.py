@@ -77,6 +77,7 @@ class _Rank:
 
     def __init__(self) -> None:
         self.place: Place | None = None
+        self.name = ""
         self.pid = 0
         self.step = 0
         self.seen: memoryview | None = None
@@ -128,6 +129,28 @@ def joined(place: Place) -> None:
     """Tell the supervisor that this rank's script does take part."""
     if place.run_folder is not None:
         (place.run_folder / f"joined.{place.rank}").touch(mode=0o600)
+
+
+def serves(number: int) -> None:
+    """This process only serves from now on: it is spoken of as that server."""
+    place = _here.place
+    if place is not None:
+        _here.name = f"server {number} (process {place.rank})"
+        if place.run_folder is not None:
+            (place.run_folder / f"server.{place.rank}").write_text(str(number))
+
+
+def is_server(folder: Path, rank: int) -> bool:
+    """Whether a process has come to serve."""
+    return (folder / f"server.{rank}").exists()
+
+
+def name_of(folder: Path, rank: int) -> str:
+    """How a process is spoken of: by its rank, or as the server that it is."""
+    try:
+        return f"server {int((folder / f'server.{rank}').read_text())} (process {rank})"
+    except (OSError, ValueError):
+        return f"rank {rank}"
 
 
 def say(text: str) -> None:
@@ -237,7 +260,7 @@ def _say_exit(place: Place) -> None:
 
 
 def _named(place: Place) -> str:
-    return f"rank {place.rank} of {place.world} on {socket.gethostname()}"
+    return f"{_here.name or f'rank {place.rank} of {place.world}'} on {socket.gethostname()}"
 
 
 def raised(error: BaseException) -> None:

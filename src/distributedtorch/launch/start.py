@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distributedtorch.core import where
 from distributedtorch.core.comm import Comm
@@ -17,7 +20,7 @@ from distributedtorch.core.step import Loop
 from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
 from distributedtorch.launch import adopt, record
-from distributedtorch.launch.join import client, join
+from distributedtorch.launch.join import among_workers, client, join, part, regroup
 from distributedtorch.launch.place import Place, find
 
 
@@ -84,16 +87,39 @@ def join_world() -> World:
     if dist.is_initialized():
         adopt.before_destroy(_before_leaving)
     join(place, device_type=accelerator())
-    world.comm = Comm(place.rank, place.world)
-    world.comm.share(*share(place.rank, place.world, client(60), record.say))
-    world.loop = Loop(world.comm)
+    _stand(world, place, client)
     world.joined = True
+    return world
+
+
+def _stand(world: World, place: Place, store: Callable[[], Store]) -> None:
+    """The exchange with the others of a place's world, and the watch over it."""
+    world.comm = Comm(place.rank, place.world)
+    world.comm.share(*share(place.rank, place.world, store(), record.say))
+    world.loop = Loop(world.comm)
     atexit.register(world.comm.close)
     said = record.say if place.run_folder else None
-    watch.start(place, client, lambda: _status(world), fail=record.fail, say=said)
+    world.end_watch = watch.start(place, store, lambda: _status(world), fail=record.fail, say=said)
+    atexit.unregister(_before_leaving)
     atexit.register(_before_leaving)
     record.before_others()
-    return world
+
+
+def go_on_with(workers: int, local_workers: int) -> None:
+    """The first processes go on as a world of their own, `local_workers` of them on this host. A group call of all.
+
+    Nothing may be attached yet. The others are in no world afterwards.
+    """
+    world, place = join_world(), find()
+    mine = replace(place, world=workers, local_world=local_workers) if place.rank < workers else None
+    part(place.world)
+    world.end_watch()
+    atexit.unregister(world.comm.close)
+    world.comm.close()
+    regroup(mine, device_type=accelerator())
+    if mine is not None:
+        world.size, world.local_size = workers, local_workers
+        _stand(world, mine, lambda: among_workers(client()))
 
 
 def _before_leaving() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributedtorch.launch.ranks import Rank
-from distributedtorch.launch.record import End, read, step_of
+from distributedtorch.launch.record import End, is_server, name_of, read, step_of
 
 _LINES = 8
 
@@ -37,7 +37,8 @@ def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
     """Name the first cause."""
     ends = {rank.number: read(folder, rank.number) for rank in ranks}
     causes = [cause for rank in ranks if (cause := _cause(rank, ends[rank.number], folder)) is not None]
-    if not causes and (early := _left_early(ranks, ends)) is not None:
+    trained = [rank for rank in ranks if not is_server(folder, rank.number)]
+    if not causes and (early := _left_early(trained, ends)) is not None:
         return early
     if not causes:  # every rank blames another: the earliest is the nearest to the cause
         causes = [_raised(end, 1) for end in ends.values() if end is not None and end.kind == "raised"]
@@ -48,7 +49,7 @@ def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
 
 def headline(verdict: Verdict, folder: Path) -> str:
     """The block printed when a run fails."""
-    lines = [f"dtorch: rank {verdict.rank} failed first: {verdict.text}"]
+    lines = [f"dtorch: {name_of(folder, verdict.rank)} failed first: {verdict.text}"]
     lines += [f"  {line}" for line in verdict.detail.splitlines()]
     return "\n".join([*lines, f"  logs: {folder}"])
 
@@ -57,7 +58,8 @@ def _cause(rank: Rank, end: End | None, folder: Path) -> Verdict | None:
     """What speaks for this rank being the first to fail, if anything."""
     if end is not None and end.kind == "raised":
         return None if end.consequence else _raised(end, rank.status or 0)
-    detail = _step(step_of(folder, rank.number)) + _tail(rank.log)
+    step = "" if is_server(folder, rank.number) else _step(step_of(folder, rank.number))
+    detail = step + _tail(rank.log)
     if end is not None and end.kind == "exit" and end.code:  # also where it was stopped on its way out
         text = f"exited with code {end.code} at {end.where}"
         return Verdict(rank=rank.number, time=end.time, text=text, code=end.code, detail=detail)

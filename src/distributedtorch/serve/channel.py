@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -19,11 +20,13 @@ from torch import Tensor
 from distributedtorch.core.errors import LaunchError, PeerError, explain
 from distributedtorch.serve.board import Refused
 
-_HEADER = struct.Struct("<4sBBxxIQqqI")
+_HEADER = struct.Struct("<4sBBHIQqqI")
 _MAGIC, _VERSION = b"DTSV", 1
 _DOMAIN = "distributedtorch"
 _BESIDE = 4096
 """Bytes of a message for headers, for what keeps it secret, and for the greeting of the smallest models' workers."""
+_SECONDS_ALONE = 60.0
+"""How long a server waits for workers whose connections are gone, and have not said that they are done."""
 _SECONDS_TO_ANSWER, _HEARTBEAT_MS, _LINGER_MS, _LONGEST_TEXT, _ALIGN = 30.0, 5000, 2000, 4096, 64
 
 
@@ -36,6 +39,8 @@ class Kind(IntEnum):
     BYE = 4
     STATE = 5
     REFUSED = 6
+    FILL = 7
+    ASK = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +53,17 @@ class Message:
     version: int = -1
     serial: int = 0
     """Tells a worker's requests apart: the answer has that of the latest."""
+    waiting: int = 0
+    """In an answer: the pushes that wait at the server."""
     content: Tensor | None = None
 
     def frames(self) -> list[Any]:
         """As it is sent; tensors are not copied."""
         size = 0 if self.content is None else self.content.numel()
-        head = _HEADER.pack(_MAGIC, _VERSION, self.kind, self.worker, size, self.step, self.version, self.serial)
+        waiting = min(self.waiting, 0xFFFF)
+        head = _HEADER.pack(
+            _MAGIC, _VERSION, self.kind, waiting, self.worker, size, self.step, self.version, self.serial
+        )
         return [head] if self.content is None else [head, memoryview(self.content.numpy())]  # type: ignore[arg-type]
 
 
@@ -65,7 +75,7 @@ def read(frames: list[Any]) -> Message:
     """
     if not 1 <= len(frames) <= 2 or len(frames[0].buffer) != _HEADER.size:
         raise Refused("not a message of this library")
-    magic, version, kind, worker, size, step, at, serial = _HEADER.unpack(bytes(frames[0].buffer))
+    magic, version, kind, waiting, worker, size, step, at, serial = _HEADER.unpack(bytes(frames[0].buffer))
     if magic != _MAGIC or version != _VERSION or kind not in set(Kind):
         raise Refused(f"a message of another form (version {version}, kind {kind})")
     if size != (len(frames[1].buffer) if len(frames) == 2 else 0):
@@ -73,7 +83,9 @@ def read(frames: list[Any]) -> Message:
     content = torch.frombuffer(frames[1].buffer, dtype=torch.uint8) if size else None
     if content is not None and content.data_ptr() % _ALIGN:
         content = content.clone()  # it lies in the socket's buffer
-    return Message(kind=Kind(kind), worker=worker, step=step, version=at, serial=serial, content=content)
+    return Message(
+        kind=Kind(kind), worker=worker, step=step, version=at, serial=serial, waiting=waiting, content=content
+    )
 
 
 def zmq() -> Any:
@@ -93,6 +105,31 @@ def keys() -> tuple[bytes, bytes]:
     return public, secret
 
 
+class _Ties:
+    """The connections of a socket that stand; heartbeats end those whose other end does not answer."""
+
+    def __init__(self, socket: Any) -> None:
+        self.zmq, self.socket, self.standing = zmq(), socket, set[int]()
+        begun = self.zmq.EVENT_ACCEPTED | self.zmq.EVENT_CONNECTED
+        self.ear = socket.get_monitor_socket(begun | self.zmq.EVENT_DISCONNECTED)
+
+    def __bool__(self) -> bool:
+        from zmq.utils.monitor import recv_monitor_message
+
+        while self.ear.poll(0):
+            event = recv_monitor_message(self.ear)
+            if event["event"] == self.zmq.EVENT_DISCONNECTED:
+                self.standing.discard(event["value"])
+            elif event["event"] != self.zmq.EVENT_MONITOR_STOPPED:
+                self.standing.add(event["value"])
+        return bool(self.standing)
+
+    def close(self) -> None:
+        """Look no more."""
+        self.socket.disable_monitor()
+        self.ear.close(0)
+
+
 class Doors:
     """A server's end: who may come in is known by their keys."""
 
@@ -110,6 +147,7 @@ class Doors:
         self.socket.maxmsgsize, self.socket.rcvhwm = largest + _BESIDE, 4
         self.socket.heartbeat_ivl = _HEARTBEAT_MS
         self.socket.zap_domain = _DOMAIN.encode()
+        self.ties, self.alone_since = _Ties(self.socket), float("inf")
         self.port = self.socket.bind_to_random_port(f"tcp://{host}")
         self.names: dict[int, tuple[bytes, int]] = {}
         """By worker, what the socket calls it, and its latest request."""
@@ -119,6 +157,22 @@ class Doors:
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether who has this public key may come in."""
         return key in self.workers
+
+    def require_anybody(self) -> None:
+        """Look whether there are workers at all.
+
+        Raises:
+            PeerError: There were, and their connections have been gone for long.
+        """
+        now = time.monotonic()
+        if self.ties or not self.names:
+            self.alone_since = float("inf")
+            return
+        self.alone_since = min(self.alone_since, now)
+        if now - self.alone_since > _SECONDS_ALONE:
+            given = f"no worker has been connected to this server for {_SECONDS_ALONE:g} s, and not all said goodbye"
+            do = "look at the workers' logs and their network"
+            raise PeerError(explain(given, "workers that can be reached", do))
 
     def hear(self, milliseconds: int) -> Message | None:
         """The next message of a worker, if one comes."""
@@ -148,6 +202,7 @@ class Doors:
     def close(self) -> None:
         """Stop listening."""
         self.guard.stop()
+        self.ties.close()
         self.socket.close()
         self.context.term()
 
@@ -163,8 +218,9 @@ class Line:
         self.socket.curve_serverkey = server
         self.socket.curve_publickey, self.socket.curve_secretkey = pair
         self.socket.heartbeat_ivl = _HEARTBEAT_MS
+        self.ties = _Ties(self.socket)
         self.socket.connect(where)
-        self.greeted, self.serial, self.version = False, 0, 0
+        self.greeted, self.serial, self.version, self.waiting = False, 0, 0, 0
 
     def say(self, kind: Kind, step: int = -1, content: Tensor | None = None, *, held: int = -1) -> None:
         """Send a message; `held`: the version that this worker has."""
@@ -180,14 +236,19 @@ class Line:
 
         Raises:
             Refused: The server says why not.
-            PeerError: Nothing has ever come from there.
+            PeerError: Nothing has ever come from there, or the connection has been gone for long.
         """
+        lost = False
         while True:
             if not self.socket.poll(int(1000 * _SECONDS_TO_ANSWER)):
                 if not self.greeted:
                     given = f"no answer from the parameter server at {self.where} in {_SECONDS_TO_ANSWER:g} s"
                     do = "look at the server's log; a worker of another job, or with another key, is not answered"
                     raise PeerError(explain(given, "a server of this job that can be reached", do))
+                if lost and not self.ties:
+                    given = f"the parameter server at {self.where} has been out of reach for {_SECONDS_TO_ANSWER:g} s"
+                    raise PeerError(explain(given, "a network that holds", "look at the server's log and the network"))
+                lost = not self.ties
                 self._send()  # a step counts once, however often it comes
                 continue
             self.greeted = True
@@ -197,11 +258,12 @@ class Line:
             if message.kind is Kind.REFUSED:
                 assert message.content is not None
                 raise Refused(bytes(message.content.tolist()).decode(errors="replace"))
-            self.version = message.version
+            self.version, self.waiting = message.version, message.waiting
             return message
 
     def close(self) -> None:
         """Hang up."""
+        self.ties.close()
         self.socket.close()
         self.context.term()
 

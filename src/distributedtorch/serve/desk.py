@@ -1,23 +1,30 @@
-"""A server at work: a thread that hears workers, keeps to the rules of the board, and answers."""
+"""A server at work: a thread that hears workers, keeps to the rules of the board, and answers.
+
+Beside a rank, or in a process of its own, which has what it serves from a worker (`whole`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from distributedtorch.core.errors import PeerError
 from distributedtorch.serve.board import Board, Push, Refused
 from distributedtorch.serve.channel import Doors, Kind, Message, refusal
 from distributedtorch.serve.journal import Journal
 from distributedtorch.serve.shard import Shard
+from distributedtorch.serve.whole import PIECE, Coming, packed
 
 _MS_BETWEEN_LOOKS = 200
 
 
 class Desk:
-    """One server beside a rank."""
+    """One server."""
 
     def __init__(
         self,
@@ -27,8 +34,13 @@ class Desk:
         staleness: int | None,
         ahead: int | None,
         journal: Journal | None = None,
+        on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        self.shard, self.doors, self.journal = shard, doors, journal
+        self.shard, self.doors, self.journal, self.on_failure = shard, doors, journal, on_failure
+        self.coming: Coming | None = None
+        """What it is to have, as far as it has come."""
+        self.asked: Tensor | None = None
+        """What was asked for, until the last piece has gone."""
         self.board = Board(len(doors.workers), self._apply, self.give, staleness=staleness, ahead=ahead)
         self.restored = journal is not None and self._restore(journal)
         """Whether it goes on from what an earlier start of the job has applied."""
@@ -50,8 +62,11 @@ class Desk:
         """Take over what was put into the user's objects."""
         with self.lock:
             self.shard.refill()
-            if self.journal is not None:
-                self.journal.begin(self.board.version, self._state())
+            self._begin_journal()
+
+    def _begin_journal(self) -> None:
+        if self.journal is not None:
+            self.journal.begin(self.board.version, self._state())
 
     def _restore(self, journal: Journal) -> bool:
         found = journal.found()
@@ -71,6 +86,7 @@ class Desk:
 
     def _apply(self, pushes: Sequence[Push]) -> None:
         pushes = [self.shard.compensated(push) for push in pushes]
+        self.shard.follow(pushes)
         if self.journal is None:
             self.shard.apply(pushes)
         else:
@@ -83,13 +99,18 @@ class Desk:
         while len(self.gone) < len(self.doors.workers):
             try:
                 message = self.doors.hear(_MS_BETWEEN_LOOKS)
-                if message is not None:
+                if message is None:
+                    self.doors.require_anybody()
+                else:
                     with self.lock:
                         self._answer(message)
                         if self.journal is not None and self.journal.full:
-                            self.journal.begin(self.board.version, self._state())
+                            self._begin_journal()
             except Exception as error:  # the user's optimizer, or the channel: every worker is to hear of it
                 self.failed = error
+                self.on_failure(error)
+                if isinstance(error, PeerError):
+                    return
                 for worker in self.doors.names:
                     with contextlib.suppress(Exception):
                         self.doors.say(worker, self._failure())
@@ -112,8 +133,35 @@ class Desk:
     def give(self, worker: int) -> None:
         """Send a worker the present version."""
         step, version = self.board.taken[worker], self.board.version
-        content = self.shard.give(worker, version)
-        self.doors.say(worker, Message(kind=Kind.STATE, worker=worker, step=step, version=version, content=content))
+        self._say(worker, step, self.shard.give(worker, version))
+
+    def _say(self, worker: int, step: int, content: Tensor | None = None) -> None:
+        waiting, version = len(self.board.waiting), self.board.version
+        message = Message(kind=Kind.STATE, worker=worker, step=step, version=version, waiting=waiting, content=content)
+        self.doors.say(worker, message)
+
+    def _fill(self, message: Message) -> None:
+        """A piece of what this server is to have."""
+        if message.version == 0:
+            self.coming = Coming(message.step)
+        if self.coming is None or message.content is None:
+            raise Refused("a piece of nothing")
+        self.coming.add(message.version, message.content)
+        if self.coming.complete:
+            self.shard.take_over(self.coming.value())
+            self.coming = None
+            self._begin_journal()
+        self._say(message.worker, -1)
+
+    def _tell(self, message: Message) -> None:
+        """A piece of what this server keeps beside parameters."""
+        at = message.step
+        if at == 0 or self.asked is None:
+            self.asked = packed(self.shard.whole())
+        piece, total = self.asked[at : at + PIECE], self.asked.numel()
+        if at + PIECE >= total:
+            self.asked = None
+        self._say(message.worker, total, piece)
 
     def _act(self, message: Message) -> None:
         board, worker = self.board, message.worker
@@ -128,5 +176,9 @@ class Desk:
             board.push(worker, message.step, brought)
         elif message.kind in (Kind.LEAVE, Kind.BYE):
             board.leave(worker, for_good=message.kind is Kind.BYE)
+        elif message.kind is Kind.FILL and self.shard.terms.apart:
+            self._fill(message)
+        elif message.kind is Kind.ASK and self.shard.terms.apart:
+            self._tell(message)
         else:
             raise Refused(f"a worker says {message.kind.name}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distributedtorch.serve.channel import Kind, Line
 from distributedtorch.serve.parcel import ABSENT, Form, Item, Part, joined, key, parted, plain, rows
+from distributedtorch.serve.whole import PIECE, Coming, packed
 
 Reduced = Callable[[int, Tensor, int, torch.Generator], Tensor]
 """Number of a tensor, values, the code's key and what is drawn from: a code of them and of what was left out before."""
@@ -47,6 +49,27 @@ class Post:
         known = key("push", self.line.worker, number, step)
         draw = torch.Generator().manual_seed(known)
         return Form.CODE, self.reduced(number, value.detach().reshape(-1), known, draw)
+
+    def fill(self, given: Any) -> int:
+        """Give the server what it is to have. Result: bytes."""
+        data = packed(given)
+        for at in range(0, data.numel(), PIECE):
+            self.line.say(Kind.FILL, data.numel(), data[at : at + PIECE], held=at)
+            self.line.hear()
+        self.held = -1
+        return data.numel()
+
+    def whole(self) -> Any:
+        """All that the server keeps beside parameters."""
+        coming: Coming | None = None
+        while coming is None or not coming.complete:
+            at = 0 if coming is None else coming.had
+            self.line.say(Kind.ASK, at)
+            message = self.line.hear()
+            assert message.content is not None
+            coming = coming or Coming(message.step)
+            coming.add(at, message.content)
+        return coming.value()
 
     def take(self, places: Sequence[Tensor]) -> int:
         """Bring tensors to what the server answers. Result: bytes.

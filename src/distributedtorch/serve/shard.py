@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distributedtorch.core.bucket import is_empty
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.sync import require_like
 from distributedtorch.serve import rates
@@ -20,6 +21,7 @@ from distributedtorch.serve.coded import Copies
 from distributedtorch.serve.parcel import ABSENT, Form, Item, Part, joined, key, largest, parted, plain, rows
 from distributedtorch.serve.rows import Changed, by_rows, different, mean
 from distributedtorch.serve.terms import Terms
+from distributedtorch.serve.whole import PIECE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Shard:
         self, params: Sequence[nn.Parameter], optimizer: Optimizer, items: Sequence[Item], terms: Terms, world: int
     ) -> None:
         self.params, self.user, self.items, self.terms, self.world = params, optimizer, items, terms, world
-        self.masters = [nn.Parameter(param.detach().to("cpu", copy=True)) for param in params]
+        self.masters = [nn.Parameter(_on_host(param)) for param in params]
         self.optimizer = self._beside(optimizer)
         self.group = {id(p): k for k, one in enumerate(self.optimizer.param_groups) for p in one["params"]}
         """By the id of a master, the number of its group."""
@@ -69,16 +71,36 @@ class Shard:
     @property
     def largest(self) -> int:
         """The most bytes that a push may have."""
-        options = [8 * len(rates.numbers(self.user))] if self.terms.rates == "own" else []
+        options = [8 * len(rates.numbers(self.user))] if self.terms.told else []
         return largest([*(item.most for item in self.items), *options])
+
+    @property
+    def most(self) -> int:
+        """The most bytes that a message to this server may have."""
+        return max(self.largest, PIECE) if self.terms.apart else self.largest
 
     def refill(self) -> None:
         """Take over values and state that were put into the user's objects from outside."""
+        states = [self.user.state.get(param, {}) for param in self.params]
+        self._fill([param.detach() for param in self.params], states)
+
+    def take_over(self, given: Mapping[str, Any]) -> None:
+        """Have what a worker's objects have: values, state and options.
+
+        Raises:
+            CheckpointError: They are of another model.
+        """
+        values = [require_like("a parameter", v, m) for v, m in zip(given["values"], self.masters, strict=True)]
+        self._fill(values, given["states"])
+        rates.put(self.user, given["options"])
+
+    def _fill(self, values: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> None:
         self.optimizer.state = defaultdict(dict)
-        for param, master in zip(self.params, self.masters, strict=True):
-            master.data.copy_(param.detach())
-            if self.terms.push == "gradients" and param in self.user.state:
-                self.optimizer.state[master] = _copied(self.user.state[param], torch.device("cpu"))
+        for value, state, master in zip(values, states, self.masters, strict=True):
+            if not is_empty(value):
+                master.data.copy_(value)
+            if self.terms.push == "gradients" and state:
+                self.optimizer.state[master] = copied(dict(state), torch.device("cpu"))
         self.given.clear()
         self.copies.of.clear()
         self.message: Tensor | None = None
@@ -88,7 +110,12 @@ class Shard:
         """Show the user's optimizer a copy of the state."""
         for param, master in zip(self.params, self.masters, strict=True):
             if self.optimizer.state.get(master):
-                self.user.state[param] = _copied(self.optimizer.state[master], param.device)
+                self.user.state[param] = copied(self.optimizer.state[master], param.device)
+
+    def whole(self) -> dict[str, Any]:
+        """What is kept here beside parameters."""
+        found = [self.optimizer.state.get(master, {}) for master in self.masters]
+        return {"states": [copied(dict(state), torch.device("cpu")) for state in found]}
 
     # What comes.
 
@@ -103,15 +130,15 @@ class Shard:
         Raises:
             Refused: Wrong sizes or rows, or numbers that are not finite: nothing of it is used.
         """
-        own = self.terms.rates == "own"
-        parts = parted(message, len(self.items) + own)
+        told = self.terms.told
+        parts = parted(message, len(self.items) + told)
         values: list[Tensor | None] = []
         for number, (item, (form, data)) in enumerate(zip(self.items, parts, strict=False)):
             if form not in (Form.NONE, item.pushed):
                 raise Refused(f"parameter {number} of this server in the form {form.name}: of another model?")
             known = key("push", worker, number, step)
             values.append(None if form is Form.NONE else _finite(number, item.read(form, data, known)))
-        return Brought(values=values, options=rates.read(parts[-1][1], self.user) if own else [])
+        return Brought(values=values, options=rates.read(parts[-1][1], self.user) if told else [])
 
     def apply(self, pushes: Sequence[Push], options: Sequence[float] | None = None) -> None:
         """One step with the mean of what was pushed, or the changes themselves.
@@ -159,6 +186,8 @@ class Shard:
 
     def _set_options(self, pushes: Sequence[Push], options: Sequence[float] | None) -> list[list[float]]:
         """Options for this step. Result: by push and group how much its gradients count."""
+        if options is not None and self.terms.apart:
+            rates.put(self.user, options)
         for group, user in zip(self.optimizer.param_groups, self.user.param_groups, strict=True):
             group.update({key: value for key, value in user.items() if key != "params"})
         if options is not None:
@@ -170,6 +199,12 @@ class Shard:
         if self.terms.rates == "staleness":
             rates.divide(self.optimizer, max(push.late for push in pushes))
         return [[1.0] * len(self.optimizer.param_groups) for _ in pushes]
+
+    def follow(self, pushes: Sequence[Push]) -> None:
+        """Apart, the user's options are those that rank 0 had in its last push: schedulers run there."""
+        for push in pushes:
+            if push.worker == 0 and self.terms.told:
+                rates.put(self.user, push.content.options)
 
     def options(self) -> list[float]:
         """The user's at present, as far as they are numbers."""
@@ -201,7 +236,8 @@ class Shard:
             given = f"{type(self.optimizer).__name__} keeps objects of its own in its state"
             do = "start without --restarts; checkpoints by dt.save are not concerned"
             raise UsageError(explain(given, "tensors, numbers and text, for a server that can be started again", do))
-        return {"parameters": [master.detach() for master in self.masters], "optimizer": found}
+        parameters = [master.detach() for master in self.masters]
+        return {"parameters": parameters, "optimizer": found, "options": self.options()}
 
     def take_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
@@ -210,6 +246,8 @@ class Shard:
             master.data.copy_(require_like("a server's parameter", values, master))
             if found:
                 self.optimizer.state[master] = found
+        if self.terms.apart:
+            rates.put(self.user, state["options"])
         self.message = None
 
     def written(self, brought: Brought) -> Tensor:
@@ -254,6 +292,13 @@ class Shard:
         return parts
 
 
+def _on_host(param: Tensor) -> Tensor:
+    """A copy in host memory; without values where there are none yet."""
+    if is_empty(param):
+        return torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+    return param.detach().to("cpu", copy=True)
+
+
 def _finite(number: int, value: Tensor) -> Tensor:
     if not bool(torch.isfinite(value.values() if value.is_sparse else value).all()):
         raise Refused(f"the gradient of parameter {number} of this server has NaN or infinite numbers")
@@ -278,11 +323,11 @@ def _is_plain(state: Any) -> bool:
     return type(state) in (Tensor, nn.Parameter, int, float, bool, str, type(None))
 
 
-def _copied(state: Any, device: torch.device) -> Any:
+def copied(state: Any, device: torch.device) -> Any:
     """Nested state with tensors of its own, dense ones as checkpoints have them; single numbers stay on the host."""
     if isinstance(state, Tensor):
         dense = state.detach().to_dense() if state.is_sparse else state.detach()
         return dense.to(device if state.dim() else "cpu", copy=True)
     if isinstance(state, dict):
-        return {key: _copied(value, device) for key, value in state.items()}
-    return type(state)(_copied(value, device) for value in state) if type(state) in (list, tuple) else state
+        return {key: copied(value, device) for key, value in state.items()}
+    return type(state)(copied(value, device) for value in state) if type(state) in (list, tuple) else state

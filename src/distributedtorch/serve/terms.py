@@ -14,17 +14,29 @@ class Terms:
     """Versions that what a push was computed from may be old; 0: rounds; None: no bound."""
     ahead: int | None = None
     """Steps that a worker may be ahead of the slowest; None: any."""
+    where: Literal["beside", "apart"] = "beside"
+    """Whether servers are threads beside the first ranks, or the last processes of the job."""
     servers: int = 1
-    """Servers, beside the first ranks."""
+    """How many there are."""
     compensate: float = 0.0
     """How much of the delay of a gradient is made up for, to first order."""
     rates: Literal["server", "own", "staleness"] = "server"
-    """Whose options a push is applied with: those of the server's rank, of the worker's, or the server's rank's with
-    the learning rate divided by the staleness of the push."""
+    """Whose options a push is applied with: those of the server's rank (apart: of rank 0), of the worker's, or the
+    server's rank's with the learning rate divided by the staleness of the push."""
     push: Literal["gradients", "updates"] = "gradients"
     """What a worker pushes: gradients, or what its own optimizer has changed."""
     every: int = 1
     """Steps from push to push, where changes are pushed."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether servers have processes of their own."""
+        return self.where == "apart"
+
+    @property
+    def told(self) -> bool:
+        """Whether the numbers among a worker's options travel with its pushes."""
+        return self.push == "gradients" and (self.apart or self.rates == "own")
 
     @property
     def rounds(self) -> bool:

@@ -1,5 +1,7 @@
 """Workers of parameter servers: what pushes of gradients (`server`) and of changes (`updates`) share.
 
+Servers are threads beside the first ranks, or processes of their own (`Reach` says where those are).
+
 A worker's forward begins with a pull where it has none; its step ends with a push, whose answer is the next pull. Where
 ranks wait for each other by themselves, servers are told not to wait for them.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from distributedtorch.serve.desk import Desk
 from distributedtorch.serve.journal import Journal
 from distributedtorch.serve.parcel import Item
 from distributedtorch.serve.post import Post, Reduced
-from distributedtorch.serve.shard import Shard
+from distributedtorch.serve.shard import Shard, copied
 from distributedtorch.serve.terms import Terms
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.loose import average, statistics_of, watch_loads
@@ -37,6 +40,16 @@ _NUMBERS = itertools.count()
 """The same for the same servers in every start of a job: scripts make them in one order."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """Where servers of processes of their own are, for one optimizer."""
+
+    pair: tuple[bytes, bytes]
+    """This worker's keys."""
+    doors: list[dict[str, Any]]
+    """Of each server its address, its public key, the version it begins at, and whether it goes on from earlier."""
+
+
 class Served(Alone):
     """Workers of parameter servers."""
 
@@ -44,7 +57,15 @@ class Served(Alone):
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, trained: Trained, comm: Comm, host: str, wire: Wire, terms: Terms, *, kept: Path | None = None
+        self,
+        trained: Trained,
+        comm: Comm,
+        host: str,
+        wire: Wire,
+        terms: Terms,
+        *,
+        kept: Path | None = None,
+        reach: Reach | None = None,
     ) -> None:
         super().__init__(trained.params, trained.names, trained.optimizer, comm)
         self.name, self.step, self.terms, self.wire = f"server/{trained.name}", 0, terms, wire
@@ -52,22 +73,24 @@ class Served(Alone):
         self.restored, self.fresh = False, True
         """Whether servers go on from an earlier start of the job, and whether this worker has not pushed yet."""
         self.code = wire.code if isinstance(wire, Coded) else None
-        sparse = tables(trained.models)
-        self.items = [Item(param, table=id(param) in sparse, code=self.code) for param in self.params]
+        self.items = items_of(trained, wire)
         _refuse_compensated(self.names, self.items, terms)
         self.parts = divided(self.params, terms.servers)
         """For each server the numbers of its parameters."""
         self.desk: Desk | None = None
-        self.lines = self._meet(host, keys())
+        self.lines = self._meet(host, keys()) if reach is None else self._reached(reach)
         self.posts = [
             Post(line, [self.items[k] for k in part], self._reduced(part))
             for line, part in zip(self.lines, self.parts, strict=True)
         ]
-        self.closed = False
+        self.closed = self.differ = self.told = False
+        """Whether it has hung up, whether workers may have other parameters now, and whether an evaluation said so."""
         self.refilled = False
         """Whether values were put into parameters or optimizer from outside, for the servers to take over."""
         self.pulled = self.used = False
         """Whether what was pulled counts as being computed with, and whether it is."""
+        if reach is not None and not self.restored:
+            self._fill()
         self.comm.before_waiting.append(self._rest)
         mine = {id(param) for param in self.params}
         self.models = [model for model in trained.models if any(id(p) in mine for p in model.parameters())]
@@ -90,10 +113,47 @@ class Served(Alone):
             door = {"where": f"tcp://{host}:{doors.port}", "version": self.desk.board.version}
             door["restored"] = self.desk.restored
         all_doors = [json.loads(one) for one in comm.bytes_of_all(f"{self.name}/doors", json.dumps(door).encode())]
-        self.restored = any(one.get("restored") for one in all_doors)
-        self.found = [one["version"] for one in all_doors if one] if self.restored else []
-        """The version at which each server goes on from an earlier start of the job."""
+        self._find(all_doors)
         return [Line(comm.rank, all_doors[k]["where"], pair, public[k].encode()) for k in range(len(self.parts))]
+
+    def _reached(self, reach: Reach) -> list[Line]:
+        """Lines to servers of processes of their own."""
+        self._find(reach.doors)
+        return [Line(self.comm.rank, one["where"], reach.pair, one["key"].encode()) for one in reach.doors]
+
+    def _find(self, doors: Sequence[Mapping[str, Any]]) -> None:
+        self.restored = any(one.get("restored") for one in doors)
+        self.found = [one["version"] for one in doors if one] if self.restored else []
+        """The version at which each server goes on from an earlier start of the job."""
+
+    def owner(self, server: int) -> int:
+        """The rank that speaks for the state of a server's parameters: beside it, or one of the workers."""
+        return server % self.comm.world
+
+    def _fill(self) -> None:
+        """Give servers of processes of their own what the user's objects have."""
+        for server, (post, part) in enumerate(zip(self.posts, self.parts, strict=True)):
+            if self.owner(server) == self.comm.rank:
+                params = [self.params[number] for number in part]
+                states = [dict(self.optimizer.state[p]) if p in self.optimizer.state else {} for p in params]
+                told = {
+                    "values": [param.detach() for param in params],
+                    "states": states if self.terms.push == "gradients" else [{} for _ in params],
+                    "options": rates.numbers(self.optimizer),
+                }
+                self.comm.count_sent("fill", post.fill(told))
+        self.comm.barrier(f"{self.name}/filled")
+
+    def _publish(self) -> None:
+        """Show the user's optimizer the state that servers have, each owner its part."""
+        if self.desk is not None:
+            with self.desk.lock:
+                self.desk.shard.publish()
+        for server, (post, part) in enumerate(zip(self.posts, self.parts, strict=True)):
+            if self.terms.apart and self.terms.push == "gradients" and self.owner(server) == self.comm.rank:
+                for number, state in zip(part, post.whole()["states"], strict=True):
+                    if state:
+                        self.optimizer.state[self.params[number]] = copied(state, self.params[number].device)
 
     def _reduced(self, part: Sequence[int]) -> Reduced | None:
         """Codes of what is pushed to one server, and of what earlier ones left out."""
@@ -104,7 +164,9 @@ class Served(Alone):
 
     @property
     def backlog(self) -> int | None:
-        """Pushes that wait at this rank's server."""
+        """Pushes that wait at this rank's server; apart, at all servers when they answered last."""
+        if self.terms.apart:
+            return sum(line.waiting for line in self.lines)
         return None if self.desk is None else len(self.desk.board.waiting)
 
     # A worker's step.
@@ -127,7 +189,8 @@ class Served(Alone):
     def _push(self, values: Sequence[Tensor | None]) -> None:
         self.step += 1
         self.pulled = self.fresh = False
-        options = rates.numbers(self.optimizer) if self.terms.rates == "own" else None
+        self.differ = not self.terms.rounds
+        options = rates.numbers(self.optimizer) if self.terms.told else None
         for post, part in zip(self.posts, self.parts, strict=True):
             self.comm.count_sent("push", post.bring(self.step, [values[number] for number in part], options))
         with self.comm.timed("push"):
@@ -171,16 +234,20 @@ class Served(Alone):
     # All ranks together.
 
     def settle(self) -> None:
-        """Give every rank the servers' parameters, and each server's rank its state. A group call."""
+        """Give every rank the servers' parameters. A group call."""
+        self.meet(state=False)
+
+    def meet(self, *, state: bool) -> None:
+        """Give every rank the servers' parameters and, if asked for, owners the servers' state. A group call."""
         self.used = False
         self._take_over()
         self.comm.barrier(f"{self.name}/settle")
         self._pull(whole=self.code is not None)
-        if self.desk is not None:
-            with self.desk.lock:
-                self.desk.shard.publish()
+        if state or not self.terms.apart:
+            self._publish()
         average(self.comm, f"{self.name}/buffers", statistics_of(self.models))
         self.comm.barrier(f"{self.name}/settled")
+        self.differ = False
 
     def loaded(self) -> None:
         if self.restored and self.fresh:  # after a new start of the job the servers have what came later
@@ -196,7 +263,9 @@ class Served(Alone):
         if self.refilled:
             self.refilled = self.used = False
             self.comm.barrier(f"{self.name}/load")
-            if self.desk is not None:
+            if self.terms.apart:
+                self._fill()
+            elif self.desk is not None:
                 self.desk.refill()
             for post in self.posts:
                 post.held = -1
@@ -254,6 +323,12 @@ def _refuse_compensated(names: Sequence[str], items: Sequence[Item], terms: Term
         given = f"compensate={terms.compensate:g} with a table of sparse gradients ({found[0]!r})"
         do = "leave compensate out, or give the table sparse=False"
         raise UsageError(explain(given, "dense gradients: a delay is made up for in all rows", do))
+
+
+def items_of(trained: Trained, wire: Wire) -> list[Item]:
+    """How each parameter travels."""
+    sparse, code = tables(trained.models), wire.code if isinstance(wire, Coded) else None
+    return [Item(param, table=id(param) in sparse, code=code) for param in trained.params]
 
 
 def divided(params: Sequence[nn.Parameter], servers: int) -> list[list[int]]:

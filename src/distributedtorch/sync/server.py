@@ -6,7 +6,10 @@ for Distributed Deep Learning", IJCAI 2016 (`rates=staleness`).
 
 Each worker holds: parameters Psi, gradients Psi. Servers hold together: parameters Psi, optimizer state K Psi, and one
 more Psi per version on its way. By default one server beside rank 0; `servers=n`: beside ranks 0 to n-1, which divide
-whole parameters between them by size.
+whole parameters between them by size. `apart`: in the last process of the job, or the last n, which run the script up
+to dt.distribute, serve there until the workers are done, and end; ranks and loaders are counted without them. They
+begin with what rank 0's model and optimizer have, use the options (learning rate) of rank 0's last push, and hold the
+optimizer's state in host memory; a save fetches it, K Psi, through the workers.
 Travels per step and worker: Psi to the servers and Psi back. With a wire, codes both ways: of the gradient and what
 earlier codes left out of it, and of what is missing in the worker's copy; servers hold such a copy, Psi, per worker.
 Of tables whose gradients are sparse, the rows used go and the rows changed come back, 8 bytes more for each; not coded.
@@ -38,7 +41,7 @@ from distributedtorch.core.sync import Kept, Trained
 from distributedtorch.core.wire import Wire
 from distributedtorch.serve.terms import Terms
 from distributedtorch.sync.gradient import Held
-from distributedtorch.sync.served import Served, not_finite
+from distributedtorch.sync.served import Reach, Served, not_finite
 from distributedtorch.sync.state import divide_state, gather_state
 
 
@@ -48,16 +51,24 @@ class Server(Served):
     divided = True
 
     def __init__(
-        self, trained: Trained, comm: Comm, host: str, wire: Wire, terms: Terms, *, kept: Path | None = None
+        self,
+        trained: Trained,
+        comm: Comm,
+        host: str,
+        wire: Wire,
+        terms: Terms,
+        *,
+        kept: Path | None = None,
+        reach: Reach | None = None,
     ) -> None:
-        super().__init__(trained, comm, host, wire, terms, kept=kept)
+        super().__init__(trained, comm, host, wire, terms, kept=kept, reach=reach)
         self.held = [self._held(index) for index in range(len(self.params))]
         divide_state(self.optimizer, self.params, self.held, whole=True)
 
     def _held(self, index: int) -> Held:
         """Who has the optimizer's state of a parameter."""
         param, world = self.params[index], self.comm.world
-        owner = next(k for k, part in enumerate(self.parts) if index in part)
+        owner = self.owner(next(k for k, part in enumerate(self.parts) if index in part))
         slot = Slot(index=index, start=0, numel=param.numel(), shape=param.shape, stride=tuple(param.stride()))
         bounds = [0] * (owner + 1) + [param.numel()] * (world - owner)
         return Held(slot, param.detach().new_empty(0), bounds, self.comm, self.names[index])
@@ -84,7 +95,7 @@ class Server(Served):
     # All ranks together.
 
     def consensus(self) -> dict[int, Tensor]:
-        self.settle()
+        self.meet(state=True)
         return {}
 
     def keeps(self, index: int) -> Kept:
@@ -92,7 +103,7 @@ class Server(Served):
         return Kept(low=low, high=high, stride=tuple(self.params[index].stride()), shape=None)
 
     def whole_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        self.settle()
+        self.meet(state=True)
         return gather_state(self.optimizer, self.params, self.held, self.comm, whole=True)
 
     def take_state(self) -> None:

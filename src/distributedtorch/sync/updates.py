@@ -33,16 +33,24 @@ from distributedtorch.serve.parcel import sparse
 from distributedtorch.serve.rows import different
 from distributedtorch.serve.terms import Terms
 from distributedtorch.sync.loose import agreed
-from distributedtorch.sync.served import Served, not_finite
+from distributedtorch.sync.served import Reach, Served, not_finite
 
 
 class Updates(Served):
     """Workers that push what their own optimizers have changed."""
 
     def __init__(
-        self, trained: Trained, comm: Comm, host: str, wire: Wire, terms: Terms, *, kept: Path | None = None
+        self,
+        trained: Trained,
+        comm: Comm,
+        host: str,
+        wire: Wire,
+        terms: Terms,
+        *,
+        kept: Path | None = None,
+        reach: Reach | None = None,
     ) -> None:
-        super().__init__(trained, comm, host, wire, terms, kept=kept)
+        super().__init__(trained, comm, host, wire, terms, kept=kept, reach=reach)
         self.base = [param.detach().clone() for param in self.params]
         """What was pulled last."""
         self.taken = 0
@@ -53,7 +61,7 @@ class Updates(Served):
             self._pull()
         result = step()
         self.taken += 1
-        self.used = False
+        self.used, self.differ = False, True
         if self.taken >= self.terms.every:
             self._bring()
         return result
@@ -92,7 +100,7 @@ class Updates(Served):
         if self.used or not self.taken:
             super()._rest()
 
-    def settle(self) -> None:
+    def meet(self, *, state: bool) -> None:
         self.used = False
         self._take_over()
         taken = bool(self.taken)
@@ -100,7 +108,7 @@ class Updates(Served):
             taken = bool(self.comm.exchange(f"{self.name}/taken", torch.tensor(self.taken)).any())
         if taken:
             self._bring()
-        super().settle()
+        super().meet(state=state)
 
     def loaded(self) -> None:
         super().loaded()

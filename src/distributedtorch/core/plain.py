@@ -1,4 +1,4 @@
-"""Plain data in a file, for what a function gave in another process: JSON for the shape, safetensors for tensors.
+"""Plain data as bytes, for what another process is to have: JSON for the shape, safetensors for tensors.
 
 Nothing is unpickled. Plain are None, booleans, numbers, text, tensors, and lists, tuples and dicts of these.
 """
@@ -11,22 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
+
+_SHAPE = "value"
+"""Where the shape is, among the numbers of tensors."""
+
+
+def pack(value: Any) -> bytes:
+    """A value as bytes; TypeError names the first part of it that is not plain."""
+    tensors: dict[str, torch.Tensor] = {}
+    shape = json.dumps(_encode(value, tensors)).encode()
+    return save({**tensors, _SHAPE: torch.frombuffer(bytearray(shape), dtype=torch.uint8)})
+
+
+def unpack(data: bytes) -> Any:
+    """The value that `pack` was given; tensors come back on the CPU."""
+    tensors = load(data)
+    return _decode(json.loads(bytes(tensors[_SHAPE].tolist())), tensors)
 
 
 def write(path: Path, value: Any) -> None:
-    """Put a value into a file for this user only; TypeError names the first part of it that is not plain."""
-    tensors: dict[str, torch.Tensor] = {}
-    shape = json.dumps(_encode(value, tensors))
+    """Put a value into a file for this user only; TypeError as from `pack`."""
+    data = pack(value)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(save(tensors, metadata={"value": shape}))
+        file.write(data)
 
 
 def read(path: Path) -> Any:
-    """The value that `write` put there; tensors come back on the CPU."""
-    with safe_open(path, framework="pt") as file:
-        return _decode(json.loads(file.metadata()["value"]), file)
+    """The value that `write` put there."""
+    return unpack(path.read_bytes())
 
 
 def _encode(value: Any, tensors: dict[str, torch.Tensor]) -> list[Any]:
@@ -44,13 +57,13 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor]) -> list[Any]:
     raise TypeError(f"a {type(value).__name__}")
 
 
-def _decode(node: list[Any], file: Any) -> Any:
+def _decode(node: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
     kind, content = node
     if kind == "tensor":
-        return file.get_tensor(content)
+        return tensors[content]
     if kind == "dict":
-        return {_decode(key, file): _decode(item, file) for key, item in content}
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
     if kind == "plain":
         return content
-    items = [_decode(item, file) for item in content]
+    items = [_decode(item, tensors) for item in content]
     return items if kind == "list" else tuple(items)
