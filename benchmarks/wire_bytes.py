@@ -77,6 +77,11 @@ def stated(wire: str, model: torch.nn.Module) -> float:
     return sent / total
 
 
+def steps_of(sync: str) -> int:
+    """How many are counted. After a barrier a worker of a server pulls once more: spread over more steps."""
+    return 2 * STEPS if sync.startswith("server") else STEPS
+
+
 def due(sync: str, model: Gpt, ranks: int) -> float:
     """Bytes per step and rank without a wire."""
     psi = _bytes(model)
@@ -143,7 +148,7 @@ def counted_row(sync: str, wire: str, rests: list[dict[str, float]], *, last: bo
     ids = torch.randint(0, 8192, (1, 17))
 
     def steps() -> None:
-        for _ in range(STEPS):
+        for _ in range(steps_of(sync)):
             F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -152,7 +157,7 @@ def counted_row(sync: str, wire: str, rests: list[dict[str, float]], *, last: bo
     rests += [] if rests else [idle()]
     before, again = counted(), sent_again()
     sent, seconds = between_barriers(steps)
-    ours, again = (counted() - before) / STEPS, sent_again() - again
+    ours, again = (counted() - before) / steps_of(sync), sent_again() - again
     rests += [idle()] if last else []
     release()
     found = {"sync": sync, "wire": wire, "counted": round(ours), "stated": round(ratio * plain)}
@@ -169,7 +174,7 @@ def counted_row(sync: str, wire: str, rests: list[dict[str, float]], *, last: bo
 def with_ratios(row: dict[str, Any], rests: list[dict[str, float]]) -> dict[str, Any]:
     """The row, as measured and without what the job sends while idle."""
     rate = sum(rest["bytes per second"] for rest in rests) / len(rests)
-    sent, each = row["sent"], STEPS * dt.world()
+    sent, each = row["sent"], steps_of(row["sync"]) * dt.world()
     ratios = {"raw": sent, "corrected": sent - rate * row["seconds"]}
     found = {which: figures(value / each, row["plain"], row["stated ratio"]) for which, value in ratios.items()}
     return {**row, "idle": rests, **found}
