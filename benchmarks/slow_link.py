@@ -1,7 +1,7 @@
 """Training over a slow link: seconds to one target loss at 100 Mbit/s and 1 Gbit/s, beside torch's own and torchft.
 
     python -m benchmarks.slow_link [--plans ddp "diloco(every=32)" ...] [--peers NAMES] [--rates 100mbit 1gbit]
-                                   [--rounds 8] [--search 2] [--confirm] [--quick]
+                                   [--rounds 6] [--search 0] [--confirm] [--quick]
 
 Two network namespaces as hosts, one rank of one thread on each, the GPT of 27M parameters with 4 x 128 tokens a rank;
 AdamW, float32. The data are a made-up language (benchmarks/language.py), the same global batches for every variant.
@@ -9,8 +9,8 @@ AdamW, float32. The data are a made-up language (benchmarks/language.py), the sa
 1. Steps to the target are those of benchmarks/link_steps.py, which has to have run.
 2. Seconds a step, at each rate (`tc tbf` on what a host sends): paired rounds, all variants in each, in a new order
    (benchmarks/turns.py), and bytes by the interfaces' counters. "No exchange" is the same ranks without any: the floor
-   in time; its loss does not count. First `--search` rounds of all; then `--rounds` more of no exchange, torch DDP, and
-   of ours and of the peers the three that are soonest at the target at each rate.
+   in time; its loss does not count. `--search`: so many rounds of all first; `--rounds` then only of no exchange, torch
+   DDP, and of ours and of the peers the three that are soonest at the target at each rate.
 3. Seconds to the target are steps x seconds a step. Ratios have 95% intervals by resampling rounds and seeds.
 4. `--confirm`: the soonest of ours and of the peers at each rate train once more from the start at that rate, timed as
    a whole.
@@ -88,8 +88,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--plans", nargs="*", default=list(PLANS), help="plans of ours")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--search", type=int, default=2, help="rounds of all variants before that")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--search", type=int, default=0, help="time all so often first, and only the best after that")
     parser.add_argument("--confirm", action="store_true", help="train the soonest as a whole too")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 2 rounds: does everything run?")
     return parser.parse_args()
@@ -132,8 +132,9 @@ class Run:
     def time(self, bed: Bed) -> None:
         """The seconds of a step of every variant that did not refuse; more rounds of the best."""
         search, rounds = self.stored["rounds"]
-        self._time(bed, list(self.variants), search)
-        self._time(bed, self.best(), rounds)
+        if search:
+            self._time(bed, list(self.variants), search)
+        self._time(bed, self.best() if search else list(self.variants), rounds)
 
     def best(self) -> list[str]:
         """Those that others are compared with, and the soonest at each rate."""

@@ -3,7 +3,8 @@
 In every round each variant has one turn, in a new order, while the others sleep on their pipes. A turn of one that
 exchanges now and then is `SHORT` steps of the same with `every=SHORT`: it has exactly one exchange, and its first
 `ORDINARY` steps, told by the ranks, have none. A step of it takes the median ordinary step, and its part of what the
-turn took beyond ordinary steps.
+turn took beyond ordinary steps. So variants that differ in their period alone (or in what changes no time: momentum,
+learning rates) have their turns in common.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ def shortened(variant: Variant) -> Variant:
     return replace(variant, word=re.sub(r"\bevery=\d+", f"every={SHORT}", variant.word))
 
 
+def costs(variant: Variant) -> tuple[str, str]:
+    """What a variant's turns hang on: all that have the same take their turns together."""
+    word = re.sub(r"(,?lr=[0-9.]+|,?\bmomentum=[0-9.]+|\bouter=[0-9.]+)", "", shortened(variant).word)
+    return variant.file, word
+
+
 def seconds_a_step(seconds: float, told: Sequence[Sequence[float]], every: int) -> float:
     """What a step takes on average, from the seconds of a turn and those of each rank's steps in it."""
     num_steps = len(told[0])
@@ -65,6 +72,9 @@ class Turns:
     def __init__(self, bed: Bed, variants: dict[str, Variant], setting: Setting, rates: Sequence[str]) -> None:
         self.bed, self.variants, self.setting, self.rates = bed, variants, setting, rates
         self.timings = {name: Timing.of(rates) for name in variants}
+        self.alike: dict[tuple[str, str], list[str]] = {}
+        for name, variant in variants.items():
+            self.alike.setdefault(costs(variant), []).append(name)
         self.shuffled = random.Random(0)
 
     def take(self, num_rounds: int) -> dict[str, Timing]:
@@ -72,7 +82,7 @@ class Turns:
 
         All processes start anew every `ROUNDS_A_LIFE` rounds: where a process's memory lies makes it faster or slower.
         """
-        paired, groups = grouped(list(self.variants), WORLD, self.setting)
+        paired, groups = grouped([names[0] for names in self.alike.values()], WORLD, self.setting)
         if not paired:
             given = f"{len(self.variants)} variants, of which not even three fit into the free memory"
             raise SystemExit(
@@ -112,16 +122,18 @@ class Turns:
         """A turn of every variant; seconds and bytes a step of those that came through."""
         took: dict[str, tuple[float, float]] = {}
         for name in self.shuffled.sample(list(there), len(there)):
-            every = period(self.variants[name].word)
+            once = period(self.variants[name].word) == 1
             before, began = self._sent(), time.perf_counter()
             try:
-                said = there[name].ask({"steps": self.setting.steps if every == 1 else SHORT}, SECONDS_TURN)
+                said = there[name].ask({"steps": self.setting.steps if once else SHORT}, SECONDS_TURN)
             except RankError as error:
                 self._fail(there, name, error)
-            else:
-                seconds, sent = time.perf_counter() - began, self._sent() - before
-                sent /= self.setting.steps if every == 1 else every  # a turn has one exchange
-                took[name] = seconds_a_step(seconds, [one["seconds"] for one in said], every), sent
+                continue
+            seconds, sent = time.perf_counter() - began, self._sent() - before
+            for other in self.alike[costs(self.variants[name])]:
+                every = period(self.variants[other].word)
+                part = self.setting.steps if once else every  # a turn has one exchange
+                took[other] = seconds_a_step(seconds, [one["seconds"] for one in said], every), sent / part
         if IDEAL not in took:
             raise RuntimeError(f"no exchange, which all are compared with, has failed: {self.timings[IDEAL].failed}")
         return took
@@ -137,6 +149,7 @@ class Turns:
             self.timings[name].bytes_sent[rate].append(sent)
 
     def _fail(self, there: dict[str, Ranks], name: str, error: RankError) -> None:
-        self.timings[name].failed = str(error)
+        for other in self.alike[costs(self.variants[name])]:
+            self.timings[other].failed = str(error)
         if name in there:
             there.pop(name).end()

@@ -10,7 +10,7 @@ from benchmarks.language import FOLLOWS, HELD_OUT, Language
 from benchmarks.links import period, reached
 from benchmarks.peers import IDEAL, PINS, Variant
 from benchmarks.slow_link import PEERS, PLANS, SAME_STEPS
-from benchmarks.turns import ORDINARY, SHORT, seconds_a_step, shortened
+from benchmarks.turns import ORDINARY, SHORT, costs, seconds_a_step, shortened
 
 
 def test_a_smooth_curve_is_met_between_its_points():
@@ -34,6 +34,17 @@ def test_a_period_is_read_from_the_word_and_shortened_for_a_turn():
     assert shortened(PEERS["torch DDP"]) == PEERS["torch DDP"]
     delays = [int(v.word.partition("delay=")[2] or 0) for v in PEERS.values()]
     assert max(delays) + ORDINARY <= SHORT  # ordinary steps have no exchange beside them
+
+
+def test_what_takes_the_same_time_is_timed_once():
+    ours = [
+        Variant(file="ours", word=f"diloco(every={every}{more})") for every in (32, 100) for more in ("", ",lr=1.0")
+    ]
+    assert {costs(one) for one in ours} == {("ours", f"diloco(every={SHORT})")}
+    assert costs(Variant(file="ours", word="local(every=8),wire=int8")) != costs(
+        Variant(file="ours", word="local(every=8)")
+    )
+    assert len({costs(one) for name, one in PEERS.items() if name.startswith("torchft")}) == 2  # beside, or not
 
 
 def test_an_exchange_now_and_then_costs_each_step_its_part():
