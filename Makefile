@@ -50,7 +50,7 @@ bench-gpu:                  ## on a machine with a GPU and torch: every GPU scri
 	for script in gpu gpu_memory gpu_precision gpu_checkpoint gpu_train gpu_nccl gpu_pull gpu_tax; do \
 		PYTHONPATH=src:. $(PYTHON) benchmarks/$$script.py $(OUT) || exit 1; done
 
-bench-link: .venv/.ready      ## training over a slow link beside torch's own and torchft: steps, seconds, bytes; hours (root for network namespaces)
+bench-link: .venv/.ready      ## training over a slow link beside torch's own and torchft: seconds and bytes; half an hour (root for network namespaces; steps: benchmarks/link_steps.py, on a GPU)
 	$(BIN)/python -m benchmarks.slow_link
 
 soak: .venv/.ready          ## shared memory: 1,000 kills, 20 stops, 10 million exchanges, limits; about an hour

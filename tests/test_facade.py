@@ -68,7 +68,9 @@ def test_the_listing_trains_alike_with_one_and_two_workers(resnet: ModuleType, t
     assert difference(*buffers)[0] < 1e-2
 
 
-@pytest.mark.parametrize("launch", [(), DTORCH], ids=["one process", "dtorch run"])
+@pytest.mark.parametrize(
+    "launch", [pytest.param((), marks=pytest.mark.long), DTORCH], ids=["one process", "dtorch run"]
+)
 def test_the_listing_as_printed_names_the_missing_backward(launch: tuple[object, ...], tmp_path: Path) -> None:
     ended = run(tmp_path, *launch, LISTING, *TINY, "--as-printed")
     assert ended.returncode == 1
@@ -102,7 +104,7 @@ def test_generated_classes_can_be_learned(resnet: ModuleType) -> None:
     ("world", "names"),
     [
         (2, ("release/sgd", "release/adafactor", "facade/sgd", "facade/adamw", "strategy/sgd", "saving/sgd")),
-        (3, ("release/adamw", "facade/sgd", "facade/adamw")),
+        pytest.param(3, ("release/adamw", "facade/sgd", "facade/adamw"), marks=pytest.mark.long),
     ],
 )
 def test_one_uninterrupted_run(world: int, names: tuple[str, ...], tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 - "ddp": `DistributedDataParallel(gradient_as_bucket_view=True)`, the faster of its two modes.
 - "ddp, fp16", "ddp, bf16": the same with the hook that casts gradients for the exchange.
-- "ddp, powersgd 4": the same with PowerSGD of that rank, from the third step on, the earliest that torch allows.
+- "ddp, powersgd 4": the same with PowerSGD of that rank, from the third step on, the earliest that torch allows, and
+  gradients in one bucket, because with several it ends over gloo.
 - "ddp, buckets 5": the same with `bucket_cap_mb=5`.
 - "zero": the same with `ZeroRedundancyOptimizer` around AdamW.
 - "shard": `fully_shard` on every block and on the model; parameters are freed after forward and fetched again.
@@ -41,8 +42,8 @@ def build(word: str, model: Gpt) -> Step:
 def _replica(word: str, model: Gpt) -> DistributedDataParallel:
     kind, _, number = word.removeprefix("ddp, ").partition(" ")
     megabytes = int(number) if kind == "buckets" else None
-    if kind == "powersgd" and next(model.parameters()).is_cuda:
-        megabytes = 1024  # over gloo its exchanges of several buckets of CUDA tensors get mixed up
+    if kind == "powersgd":
+        megabytes = 1024  # one bucket: over gloo its exchanges of several get mixed up, and the ranks end
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
     if kind == "fp16":
         replica.register_comm_hook(None, default_hooks.fp16_compress_hook)

@@ -24,6 +24,7 @@ def pool(what: str, folder: Path, world: int, kinds: str = "", sources: str = ""
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_pairs(tmp_path: Path) -> None:
     pool("save", tmp_path, 1, "words")

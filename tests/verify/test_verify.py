@@ -62,7 +62,7 @@ def test_truth_is_the_plain_script(one_process: tuple[Run, Run], tmp_path: Path)
     assert all(torch.equal(final[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("plan", "workers"), [("ddp", 2), ("zero1", 3)])
+@pytest.mark.parametrize(("plan", "workers"), [pytest.param("ddp", 2, marks=pytest.mark.long), ("zero1", 3)])
 def test_accepts(one_process: tuple[Run, Run], tmp_path: Path, plan: str, workers: int) -> None:
     job = replace(JOB, plan=plan, workers=workers)
     verdict = compare(job, *one_process, together(job, tmp_path / "plan"))
@@ -77,9 +77,13 @@ FAULTS = {
     "repeated_samples": ("ddp", 1, "samples repeated or lost"),
     "multiplied_scheduler": ("zero1", 3, "scheduler is stepped more or less often"),
 }
+SOON = ("weights_by_rank", "local_clip")
+"""What `make test` has time for; the others are in `make test-long`."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [*SOON, *(pytest.param(one, marks=pytest.mark.long) for one in FAULTS if one not in SOON)]
+)
 def test_catches(one_process: tuple[Run, Run], tmp_path: Path, fault: str) -> None:
     plan, step, reason = FAULTS[fault]
     job = replace(JOB, plan=plan, command=(SABOTAGE, fault, TRAIN))
