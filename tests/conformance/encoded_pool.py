@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from distributedtorch.core.world import here
 from distributedtorch.distribute import release
 from distributedtorch.sync.divided import Unit
 from distributedtorch.sync.encoded import Encoded
+from distributedtorch.sync.late import Late
 from distributedtorch.sync.memory import checksum
 from tests.conformance.loose_pool import compare
-from tests.conformance.wires_pool import CODES, STEPS, ByHand, gradients, laid_out, loss_of, rows_of
+from tests.conformance.wires_pool import CODES, STEPS, ByHand, apply, gradients, laid_out, loss_of, rows_of
 
 WIRES = ("bf16", "fp16", "int8")
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -56,12 +58,13 @@ def decoded(wire: str, values: Tensor) -> Tensor:
     return out
 
 
-def by_hand(wire: str, slabs: list[Slab], make: Make) -> tuple[list[Tensor], list[Tensor]]:
+def by_hand(wire: str, slabs: list[Slab], make: Make, delay: int) -> tuple[list[Tensor], list[Tensor]]:
     """What ranks compute with at the end, and what owners have."""
     model = net()
     params = list(model.parameters())[::-1]
     exact = [nn.Parameter(param.detach().clone()) for param in params]
     optimizer, gradient = make(exact), ByHand(CODES[wire][0], feedback=False)
+    flying: list[dict[int, Tensor]] = [{}] * delay
 
     def spread() -> None:
         for slab in slabs:
@@ -75,7 +78,7 @@ def by_hand(wire: str, slabs: list[Slab], make: Make) -> tuple[list[Tensor], lis
 
     spread()
     for step in range(STEPS):
-        every = gradients(model, step)
+        every, new = gradients(model, step), dict[int, Tensor]()
         for number, slab in enumerate(slabs):
             flats = [laid_out(slab.numel, slab.slots, grads) for grads in every]
             total: Tensor = sum(flats)  # type: ignore[assignment]
@@ -84,9 +87,9 @@ def by_hand(wire: str, slabs: list[Slab], make: Make) -> tuple[list[Tensor], lis
                     span = slice(bucket.bounds[0], bucket.bounds[-1])
                     name = f"gradients/0/{number}.{k}"
                     total[span] = gradient(name, step + 1, flats, bucket.bounds, half=True)[span]
-            for slot in slab.slots:
-                exact[slot.index].grad = slot.view(total).clone()
-        optimizer.step()
+            new |= {slot.index: slot.view(total).clone() for slot in slab.slots}
+        flying.append(new)
+        apply(optimizer, exact, flying.pop(0))
         spread()
     return list(model.parameters()), exact[::-1]
 
@@ -118,7 +121,8 @@ def let_go(model: nn.Module) -> list[Tensor]:
 
 
 def units() -> list[Unit]:
-    return here().loop.members[0].sync.memory.units  # type: ignore[attr-defined,no-any-return]
+    sync = here().loop.members[0].sync
+    return (sync.now if isinstance(sync, Late) else sync).memory.units  # type: ignore[union-attr,no-any-return]
 
 
 def same_everywhere(found: list[Tensor]) -> None:
@@ -126,13 +130,13 @@ def same_everywhere(found: list[Tensor]) -> None:
     assert all(torch.equal(sums[0], other) for other in sums), "ranks compute with different numbers"
 
 
-def as_written_out(wire: str, make: Make = adamw) -> None:
-    model, optimizer = start(wire, make)
+def as_written_out(wire: str, make: Make = adamw, delay: int = 0) -> None:
+    model, optimizer = start(wire, make, more=",delay=1" if delay else "")
     assert sum(isinstance(unit, Encoded) for unit in units()) >= 2
     slabs = [unit.slab for unit in units()]
     train(model, optimizer)
     seen, kept = values(model), let_go(model)
-    shown, exact = by_hand(wire, slabs, make)
+    shown, exact = by_hand(wire, slabs, make, delay)
     compare(f"zero3,wire={wire}", shown, seen)
     same_everywhere(seen)
     compare(f"what owners have under zero3,wire={wire}", exact, kept)
@@ -178,6 +182,30 @@ def edited() -> None:
     assert 0 < (seen[2] - drawn).abs().max() <= drawn.abs().max() / 127, "not a code of what was written"
     assert torch.equal(kept[0][7:], before[0][7:]), "what nobody wrote was rounded"
     assert (kept[0][:7] - 3 * before[0][:7]).abs().max() <= 3 * before[0].abs().max() / 127
+
+
+def zeroed() -> None:
+    """Zeros count where a value was seen as zero before; a second edit leaves alone what the first did."""
+    model, _ = start("int8")
+    before, mask = values(net()), (torch.arange(50 * 48) % 3 > 0).view(50, 48)
+    rest = mask & (model[0].weight.detach() != 0)  # what is too small for the code is seen as zero
+    assert (rest != mask).any() and not model[2].weight.detach().all(), "no value is too small for the code"
+    with torch.no_grad():
+        model[0].weight.mul_(mask)
+        model[0].weight[:2].add_(0.25)
+        model[0].weight.mul_(mask)
+        nn.init.zeros_(model[2].weight)
+    seen, kept = values(model), let_go(model)
+    assert not kept[2].any() and not seen[2].any(), "what was set to zero is not"
+    assert not kept[0][~mask].any(), "what was masked is not zero"
+    assert torch.equal(kept[0][2:][rest[2:]], before[0][2:][rest[2:]]), "a second edit rounds what nobody wrote"
+    model, _ = start("bf16")
+    copy = model[2].weight.detach().clone()
+    model[2].weight.data = copy
+    model[0].weight.data.mul_(mask)
+    kept = let_go(model)
+    assert torch.equal(kept[2], copy), "what was written as it was seen is not what was kept"
+    assert not kept[0][~mask].any() and torch.equal(kept[0][mask], before[0][mask])
 
 
 def filled() -> None:
@@ -256,10 +284,19 @@ def owners_keep_what_was_sent(self: Encoded) -> None:
         self.own.copy_(self._decoded(self.code, self.own.numel()))
 
 
-def an_edit_rounds_its_neighbours(self: Encoded) -> None:
+def an_edit_rounds_its_neighbours(self: Encoded, *edited: Any, **options: Any) -> None:
     now = self.arrive()[self.range].clone()
-    WRITTEN(self)
+    WRITTEN(self, *edited, **options)
     self.own = now
+
+
+def only_what_looks_different_was_written(self: Encoded, now: Tensor, edited: set[int], *, filled: bool) -> Tensor:
+    return now != (self._decoded(self.code, now.numel()) if self.shown is None else self.shown)
+
+
+def what_was_seen_is_forgotten(self: Encoded, now: Tensor, edited: set[int], *, filled: bool) -> Tensor:
+    self.shown = None
+    return CHANGED(self, now, edited, filled=filled)
 
 
 def rounding_is_at_random(self: Encoded) -> Tensor:
@@ -267,6 +304,7 @@ def rounding_is_at_random(self: Encoded) -> Tensor:
 
 
 LANDED, UPDATED, WRITTEN, ENCODED = Encoded._land, Encoded.updated, Encoded.written, Encoded._encoded
+CHANGED = Encoded._changed
 
 
 def wrong_codes_are_seen() -> None:
@@ -275,6 +313,8 @@ def wrong_codes_are_seen() -> None:
         ("updated", owners_keep_what_was_sent, lambda: as_written_out("bf16"), "the algorithm written out"),
         ("_encoded", rounding_is_at_random, lambda: as_written_out("int8"), "the algorithm written out"),
         ("written", an_edit_rounds_its_neighbours, edited, "what nobody wrote was rounded"),
+        ("_changed", only_what_looks_different_was_written, zeroed, "what was set to zero is not"),
+        ("_changed", what_was_seen_is_forgotten, zeroed, "a second edit rounds what nobody wrote"),
     ):
         right = getattr(Encoded, name)
         setattr(Encoded, name, twin)
@@ -288,6 +328,7 @@ def main(folder: Path) -> None:
         as_written_out(wire)
     as_written_out("int8", whole)
     edited()
+    zeroed()
     saved(folder)
     if dt.world() == 2:
         wrong_codes_are_seen()

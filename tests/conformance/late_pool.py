@@ -25,7 +25,7 @@ from distributedtorch.core.world import here
 from distributedtorch.data import partition
 from distributedtorch.distribute import release
 from distributedtorch.sync.late import Late
-from tests.conformance import wires_pool
+from tests.conformance import late_edges, wires_pool
 from tests.conformance.late_sabotage import SABOTAGES, overtaking
 from tests.conformance.loops import rows
 from tests.conformance.loose_pool import compare
@@ -151,6 +151,7 @@ def in_turn() -> None:
                 wires_pool.loss_of(model, wires_pool.rows_of(step, dt.rank())).backward()
             for optimizer in optimizers:
                 optimizer.step()
+                optimizer.zero_grad()
         for number, model in enumerate(models):
             compare(f"{sync},delay=1, optimizer {number}", plain(number), list(model.parameters()))
         release()
@@ -285,7 +286,7 @@ def stepping(plan: str) -> tuple[nn.Module, Callable[..., None]]:
 
 SAVED = (
     *("delay=1,wire=topk(0.1)", "delay=1,wire=powersgd(rank=1)", "zero1,delay=1,wire=topk(0.1)"),
-    *("zero2,delay=1,accumulate=2", "zero3,delay=1"),
+    *("zero2,delay=1,accumulate=2", "zero3,delay=1,wire=int8", "zero3,delay=1"),
 )
 
 
@@ -331,6 +332,7 @@ def main(what: str, folder: Path, words: Sequence[str]) -> None:
         in_turn()
         changed()
         travels()
+        late_edges.main()
     elif what == "travels":
         travels()
         waits_for_nothing(1.0 if words else 20.0)

@@ -34,7 +34,7 @@ from distributedtorch.sync.zero import Zero
 from distributedtorch.wire.twofold import Twofold
 from tests.checkpoint import reshard_pool
 from tests.conformance import cases as c
-from tests.conformance import divided_pool, loops_pool, words_pool
+from tests.conformance import divided_pool, loops_pool, replicate_edges, words_pool
 from tests.conformance.loops import rows
 
 ZEROS = ("zero1", "zero2", "zero3")
@@ -348,7 +348,7 @@ def broken(folder: Path) -> None:
             release()
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {
+CHECKS: dict[str, Callable[[Path], None]] = replicate_edges.CHECKS | {
     f.__name__: f
     for f in (equal, alike, filled, loops, words, precise, costs, saved, read, resumed, refused, named, killed, broken)
 }

@@ -32,8 +32,23 @@ def passed(ended: subprocess.CompletedProcess[str]) -> bool:
 @pytest.mark.timeout(200)
 def test_four_ranks(tmp_path: Path) -> None:
     assert passed(run(1, tmp_path, "words"))
-    ended = run(4, tmp_path, "equal", "filled", "loops", "words", "precise", "costs", "resumed", "named")
+    checks = (
+        "equal",
+        "filled",
+        "loops",
+        "words",
+        "precise",
+        "costs",
+        "resumed",
+        "woken",
+        "overlapped",
+        "slow",
+        "named",
+    )
+    ended = run(4, tmp_path, *checks)
     assert passed(ended)
+    late = 'rank 2 has not come to "meeting"'
+    assert late in ended.stderr and 'it waits in "slow gather" with ranks 2, 3' in ended.stderr
     assert "2 replicas of 2 ranks, shared memory inside, shared memory across" in ended.stderr
     assert "4 replicas of 1 rank, shared memory across" in ended.stderr
     rows = [json.loads(row) for row in (tmp_path / "loops.jsonl").read_text().splitlines()]
@@ -66,6 +81,11 @@ def test_wherever_ranks_are(world: int, hosts: str, said: str, tmp_path: Path) -
     ended = run(world, tmp_path, *checks, hosts=hosts.removesuffix("none"), shared=hosts != "none")
     assert passed(ended)
     assert said in ended.stderr
+
+
+@pytest.mark.timeout(100)
+def test_groups_on_one_host_beside_groups_on_two(tmp_path: Path) -> None:
+    assert passed(run(4, tmp_path, "channels", hosts="0,0,0,1"))
 
 
 @pytest.mark.timeout(100)

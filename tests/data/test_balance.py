@@ -30,7 +30,7 @@ class Alone:
         self.now, self.other, self.asked = 0.0, (0.0, 0.0), 0
         self.said: list[str] = []
         monkeypatch.setattr(balance_module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(balance_module, "has_nccl", lambda: False)
+        monkeypatch.setattr(balance_module.nccl, "is_there", lambda: False)
         self.loop = Loop(Comm(0, 2))
         monkeypatch.setattr(self.loop.comm, "exchange", self.exchange)
         monkeypatch.setattr(self.loop.comm, "bytes_of_all", lambda name, mine: [mine, b""])

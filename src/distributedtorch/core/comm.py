@@ -14,22 +14,18 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distributedtorch.core import nccl
 from distributedtorch.core.errors import DesyncError
 from distributedtorch.core.hosts import Attended, Hosts, Relayed
-from distributedtorch.core.pairs import Pairs, Posted, Works, wait_all
+from distributedtorch.core.pairs import Pairs, Posted, wait_all
 from distributedtorch.core.pool import Pool
 from distributedtorch.core.shared import Shared
 from distributedtorch.core.transfer import Brief, Job, Transfer
-
-# torch 2.13 has other names for the same calls.
-_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass
@@ -84,8 +80,8 @@ class Comm:
         self.group: dist.ProcessGroup | None = None
         """NCCL's group of them, where they are not all."""
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
-        self.waiting: tuple[str, float] | None = None
-        """The exchange the training thread is held in, and since when (monotonic); read by the watch."""
+        self.waiting: tuple[str, float, Comm] | None = None
+        """The exchange the training thread is held in, since when (monotonic), and whose; read by the watch."""
         self.before_waiting: list[Callable[[], None]] = []
         """Called before the training thread waits for others."""
         self.count = 0
@@ -157,23 +153,21 @@ class Comm:
 
         What lies on a GPU stays there where the world has NCCL: the order of its streams is enough, nobody waits.
         """
-        if mine.is_cuda and has_nccl():
+        if mine.is_cuda and nccl.is_there():
             self.whole.count += 1
             self.count_sent("small", mine.numel() * mine.element_size() * (self.world - 1))
-            out = mine.new_empty((self.world, *mine.shape))
-            work = _gather(out.view(-1), mine.detach().reshape(-1), group=self.group, async_op=True)
-            return lambda: _ended(work, out)
+            return nccl.exchange(self.group, mine, self.world)
         host = mine.detach().to("cpu").contiguous()
         self.count_sent("small", host.numel() * host.element_size() * (self.world - 1))
         line = self._line(name, everywhere=True)
-        if self.shared is not None and line is not None:
-            last = self.shared.exchange(line, host)
+        if self.shared is None or line is None:
+            last, beside = self.pairs.exchange(name, host), self.beside
         else:
-            last = self.pairs.exchange(name, host)
+            last, beside = self.shared.exchange(line, host), None
 
         def finish() -> Tensor:
             with self.held("small", name):
-                found: Tensor = last() if self.beside is None else self.beside.waited(last)
+                found: Tensor = last() if beside is None else beside.waited(last)
                 return found.to(mine.device)
 
         return finish
@@ -194,14 +188,15 @@ class Comm:
         host = tensor.detach() if _direct(tensor) else tensor.detach().to("cpu").contiguous()
         others = self.world - 1 if self.rank == root else 0
         self.count_sent("broadcast", host.numel() * host.element_size() * others)
-        line = self._line("broadcast", everywhere=True)
+        line = self._line("broadcast", everywhere=True, said=name)
         with self.held("broadcast", name):
-            if self.beside is not None:
+            if self.shared is not None and line is not None:
+                if not self.shared.broadcast(line, host, root, zlib.crc32(f"{name} from {root}".encode())):
+                    raise DesyncError(f"the ranks broadcast different things at once; this one: {name!r}")
+            elif self.beside is not None:
                 self.beside.waited(lambda: self.pairs.broadcast(name, host, root))
-            elif self.shared is None or line is None:
+            else:
                 self.pairs.broadcast(name, host, root)
-            elif not self.shared.broadcast(line, host, root, zlib.crc32(f"{name} from {root}".encode())):
-                raise DesyncError(f"the ranks broadcast different things at once; this one: {name!r}")
         if host is not tensor and self.rank != root:
             tensor.detach().copy_(host)
 
@@ -261,9 +256,10 @@ class Comm:
         if self.alone:
             return pending
         self.count_sent(kind, self._bytes(flat, bounds, reduce=out is not None, gather=gather))
-        if flat.is_cuda and has_nccl():
+        if flat.is_cuda and nccl.is_there():
             self.whole.count += 1
-            works = self._nccl(flat, bounds, reduce=out is not None, gather=gather)
+            among = self.group, self.members, self.rank
+            works = nccl.begin(among, flat, bounds, reduce=out is not None, gather=gather)
             pending.tail.append(lambda: wait_all(works))
             return pending
         if not _direct(flat):
@@ -294,12 +290,14 @@ class Comm:
         pending.tail.append(back)
         return host, ends, None if out is None else host[mine]
 
-    def _line(self, name: str, *, everywhere: bool = False) -> int | None:
+    def _line(self, name: str, *, everywhere: bool = False, said: str = "") -> int | None:
         """Where an exchange through shared memory is announced; None: it goes over gloo.
 
-        `everywhere`: it goes through shared memory only where all ranks share it.
+        `everywhere`: it goes through shared memory only where all ranks share it; `said`: what gloo knows it by.
         """
         self.whole.count += 1
+        if self.whole is not self:  # other groups may go over gloo: channels are settled in the same order by all ranks
+            self.pairs.meet(said or name)
         if everywhere and self.hosts is not None:
             return None
         return self.shared.line(name) if self.shared is not None else None
@@ -311,33 +309,18 @@ class Comm:
         total, own = bounds[-1] - bounds[0], bounds[self.rank + 1] - bounds[self.rank]
         return ((total - own) * reduce + own * (self.world - 1) * gather) * flat.element_size()
 
-    def _nccl(self, flat: Tensor, bounds: Sequence[int], *, reduce: bool, gather: bool) -> Works:
-        """The same on NCCL's stream: whole-buffer calls where pieces are equal, one per owner where not."""
-        whole, mine = flat[bounds[0] : bounds[-1]], flat[bounds[self.rank] : bounds[self.rank + 1]]
-        if reduce and gather:
-            return [(dist.all_reduce(whole, group=self.group, async_op=True), self.rank)]
-        if len({high - low for low, high in pairwise(bounds)}) == 1:
-            if reduce:
-                return [(_scatter(mine, whole, group=self.group, async_op=True), self.rank)]
-            return [(_gather(whole, mine, group=self.group, async_op=True), self.rank)]
-        spans = zip(self.members, pairwise(bounds), strict=True)
-        pieces = [(rank, flat[low:high]) for rank, (low, high) in spans if high > low]
-        if reduce:
-            return [(dist.reduce(piece, rank, group=self.group, async_op=True), rank) for rank, piece in pieces]
-        return [(dist.broadcast(piece, rank, group=self.group, async_op=True), rank) for rank, piece in pieces]
-
 
 class _Held:
     """Marks the training thread as waiting, and counts the seconds."""
 
     def __init__(self, comm: Comm, kind: str, name: str) -> None:
-        self.comm, self.kind, self.name = comm.whole, kind, name
+        self.comm, self.kind, self.name, self.among = comm.whole, kind, name, comm
 
     def __enter__(self) -> None:
         for act in self.comm.before_waiting:
             act()
         self.began = time.monotonic()
-        self.comm.waiting = (self.name, self.began)
+        self.comm.waiting = (self.name, self.began, self.among)
 
     def __exit__(self, *_: object) -> None:
         self.comm.waiting = None
@@ -350,15 +333,3 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 def _direct(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _ended(work: dist.Work | None, out: Tensor) -> Tensor:
-    """What an exchange on NCCL's stream gives, for whatever comes later on this one."""
-    if work is not None:
-        work.wait()
-    return out
-
-
-def has_nccl() -> bool:
-    """Whether exchanges of CUDA tensors go through NCCL."""
-    return "nccl" in dist.get_backend_config().lower() if hasattr(dist, "get_backend_config") else False

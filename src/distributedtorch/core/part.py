@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from distributedtorch.core.comm import Comm, has_nccl
+from distributedtorch.core import nccl
+from distributedtorch.core.comm import Comm
 
 APART = "its ranks are on several hosts"
 
@@ -32,12 +33,13 @@ def part(whole: Comm, groups: Sequence[Sequence[int]], label: str) -> Comm:
     made.whole, made.members = whole, members
     made.traffic, made.before_waiting, made.pool = whole.traffic, whole.before_waiting, whole.pool
     made.pairs = whole.pairs.part(members, label)
+    made.beside = whole.hosts
     near = whole.hosts.near if whole.hosts is not None else whole.members
     if whole.shared is not None and set(members) <= set(near):
         made.shared = whole.shared.part([near.index(rank) for rank in members], label)
     else:
-        made.beside, made.unshared = whole.hosts, whole.unshared or APART
-    if has_nccl():
+        made.unshared = whole.unshared or APART
+    if nccl.is_there():
         known = [(ranks, dist.new_group(list(ranks))) for ranks in groups]  # every rank has to make all of them
         made.group = next(group for ranks, group in known if ranks is members)
     return made

@@ -180,7 +180,7 @@ class Board:
         self.meanwhile: Callable[[], None] = lambda: None
         """Called before this rank sleeps, and whenever it was woken: others may need something of it."""
         self._others = [segment for k, segment in enumerate(segments) if k != rank]
-        self._bells = (_Bell * len(self._others))(*(_Bell(0, other.at + 4 * _BELL, _WORD_32) for other in self._others))
+        self._bells = _bells(self._others)
         self._watched = {os.pidfd_open(pid): k for k, pid in enumerate(pids) if k != rank}
         self._ends = select.poll()
         for fd in self._watched:
@@ -191,10 +191,11 @@ class Board:
         """All ranks of this host, where this is a part of them."""
 
     def part(self, places: Sequence[int]) -> Board:
-        """The same for some of the ranks: only their ends are the end of an exchange between them."""
+        """The same for some of the ranks: only their ends are the end of their exchanges, but all wake it."""
         pids, names = ([each[k] for k in places] for each in (self.pids, self.names))
         part = Board(places.index(self.rank), [self.segments[k] for k in places], pids, self.say, names)
         part.whole, part._ringing, part.seconds_to_wait = self, self._ringing, self.seconds_to_wait
+        part._others, part._bells = self._others, _bells(self._others)
         return part
 
     def put(self, line: int, word: int, value: int) -> None:
@@ -274,6 +275,11 @@ class Board:
             ended = blamed - 1
         self.blame(ended)
         return ended
+
+
+def _bells(segments: Sequence[Segment]) -> ctypes.Array[_Bell]:
+    """What a rank sleeps on: the bells of others."""
+    return (_Bell * len(segments))(*(_Bell(0, one.at + 4 * _BELL, _WORD_32) for one in segments))
 
 
 def is_stopped(pid: int) -> bool:

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from distributedtorch.core.comm import Comm, has_nccl
+from distributedtorch.core import nccl
+from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.step import Loop, Member
 from distributedtorch.data.cursor import Share
@@ -129,7 +130,7 @@ class Balance:
         Raises:
             UsageError: A limit cannot be read, is too small, or speeds cannot be measured here; on all ranks.
         """
-        if has_nccl() and any(p.is_cuda for member in self.loop.members for p in member.sync.params):
+        if nccl.is_there() and any(p.is_cuda for member in self.loop.members for p in member.sync.params):
             raise UsageError(_NCCL)
         self.caps = _caps(self.loop.comm)
         for loader in self.loaders:

@@ -2,10 +2,10 @@
 
 Once a second each rank puts its status (the exchange it waits in, its step, its line of code) into the store: a few
 hundred bytes through a connection of its own. A rank that has waited 3 s reads the others' statuses. If every rank of
-the exchange waits, not all in the same one, and three beats in a row show no change, they wait for each other for ever:
-all of them end, and the message names two ranks, both exchanges and both lines. If a rank waits in no exchange, it is
-late: that is said after 8 s, by the lowest waiting rank, and at most once a minute. Durations are each reader's own;
-clocks are never compared.
+the exchange waits, two of them in different ones of the same group, and three beats in a row show no change, they wait
+for each other for ever: all of them end, and the message names two ranks, both exchanges and both lines. If a rank
+waits in no exchange, or in one of another group (which may only be slow), it is late: that is said after 8 s, by the
+lowest rank that waits there, and at most once a minute. Durations are each reader's own; clocks are never compared.
 
 Not for speed (a rank slower than the others but moving is not named) and not for hosts that vanish (the exchange's own
 connection or timeout tells).
@@ -162,7 +162,7 @@ class _Watch:
         members = [rank for rank in mine.ranks or range(self.place.world) if rank != self.place.rank]
         others = {rank: self.seen[rank] for rank in members if rank in self.seen}
         text = mismatch(self.place.rank, mine, {rank: seen.beat for rank, seen in others.items()})
-        if text and len(others) == len(members) and all(self._is_stuck(seen, mine) for seen in others.values()):
+        if text and len(others) == len(members) and all(self._is_stuck(seen) for seen in others.values()):
             store.compare_set(_VERDICT, "", text)
             self._agree(store)
         elif mine.waited > _SECONDS_TO_REPORT:
@@ -195,9 +195,9 @@ class _Watch:
                 same = (beat.exchange, beat.count) == (before.beat.exchange, before.beat.count)
                 self.seen[rank] = _Seen(beat, now, before.steady + 1 if same else 1)
 
-    def _is_stuck(self, seen: _Seen, mine: _Beat) -> bool:
-        """Whether that rank has waited long in one exchange of the same group, by several beats, the last one new."""
-        if seen.beat.exchange is None or seen.beat.ranks != mine.ranks:
+    def _is_stuck(self, seen: _Seen) -> bool:
+        """Whether that rank has waited long in one exchange, by several beats, the last one new."""
+        if seen.beat.exchange is None:
             return False
         steady = seen.beat.waited > _SECONDS_TO_SUSPECT and seen.steady >= _BEATS_TO_BE_SURE
         return steady and self._answers(seen, time.monotonic())
@@ -214,7 +214,8 @@ class _Watch:
     def _report(self, mine: _Beat, others: Mapping[int, _Seen], members: Sequence[int]) -> None:
         """Name the late ranks, if this is the rank to do so."""
         now = time.monotonic()
-        waiting = [rank for rank, seen in others.items() if seen.beat.exchange is not None]
+        here = [rank for rank, seen in others.items() if seen.beat.ranks == mine.ranks]
+        waiting = [rank for rank in here if others[rank].beat.exchange is not None]
         late = [rank for rank in members if rank not in waiting or not self._answers(others[rank], now)]
         if not late or now - self.said < _SECONDS_TO_REPEAT or any(rank < self.place.rank for rank in waiting):
             return
@@ -254,6 +255,9 @@ def _whereabouts(beat: _Beat | None, answers: bool) -> str:
     if beat is None:
         return "nothing has been heard of it"
     last = f"at {beat.line}" if beat.line else "in no known line"
+    if answers and beat.exchange is not None:
+        among = "ranks " + ", ".join(map(str, beat.ranks)) if beat.ranks else "all ranks"
+        return f'it waits in "{beat.exchange}" with {among}, {last}'
     return f"it is {last}" if answers else f"its process does not answer (stopped, or held in C code), last seen {last}"
 
 

@@ -131,5 +131,7 @@ def _before_leaving() -> None:
 
 def _status(world: World) -> watch.Status:
     waiting, step, count = world.comm.waiting, world.loop.steps, world.comm.count
-    exchange, since = waiting if waiting else (None, None)
-    return watch.Status(exchange=exchange, where=where.of_main_thread(), since=since, step=step, count=count)
+    exchange, since, among = waiting if waiting else (None, None, world.comm)
+    ranks = () if among.world == world.comm.world else tuple(among.members)
+    at = where.of_main_thread()
+    return watch.Status(exchange=exchange, where=at, since=since, step=step, count=count, ranks=ranks)

@@ -91,6 +91,10 @@ class Ddp(Sync):
         """Make it that."""
         self.params[index].grad = self.collect.views[index]
 
+    def kept_of(self, index: int) -> Tensor:
+        """What this rank keeps of it."""
+        return self.collect.views[index]
+
     def arrivals(self) -> list[Tensor]:
         """Where what was sent arrives: it has."""
         self.collect.land()

@@ -126,8 +126,8 @@ class Unit:
                 self.lent = None
                 self.memory.lent.remove(self)
 
-    def written(self) -> None:
-        """All ranks have written the same to it: keep this rank's range of that."""
+    def written(self, edited: Sequence[nn.Parameter] = (), *, filled: bool = False) -> None:
+        """All ranks have written the same to it, to every element of `edited` if `filled`: keep this rank's range."""
         self.own = self.memory.pull.replace(self.number, self.arrive()[self.range])
 
     def updated(self) -> None:
@@ -220,10 +220,10 @@ class Divided(Memory):
         for unit in [unit for unit in self.lent if not unit.inside]:
             unit.settle()
 
-    def used(self, unit: Unit, *, wrote: bool) -> None:
+    def used(self, unit: Unit, wrote: Sequence[nn.Parameter] = (), *, filled: bool = False) -> None:
         """After a use outside the blocks: notice what was written, and whether a view was handed out."""
         if wrote:
-            unit.written()
+            unit.written(wrote, filled=filled)
             if unit.lent is not None:
                 unit.lent = checksum(unit.arrive())
         if unit.lookers():

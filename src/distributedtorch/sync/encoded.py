@@ -37,6 +37,8 @@ class Encoded(Unit):
         """Where each rank's code lies among all of them."""
         self.codes: Tensor | None = None
         """All of them, while they are on their way."""
+        self.shown: Tensor | None = None
+        """What was seen of this rank's range after the last edit, until it is fetched again."""
         super().__init__(memory, slab, params)
 
     def _offered(self) -> Tensor:
@@ -52,7 +54,7 @@ class Encoded(Unit):
         return self.form.decode(code.to(self.slab.device), numel, self.slab.dtype, 0)
 
     def _fetch(self, flat: Tensor) -> None:
-        comm, rank = self.memory.comm, self.memory.comm.rank
+        comm, rank, self.shown = self.memory.comm, self.memory.comm.rank, None
         self.codes = comm.pool.borrow(self.ends[-1], torch.uint8)
         self.codes[self.ends[rank] : self.ends[rank + 1]].copy_(self.code)
         self.fetch = self.memory.pull.fetch(self.number, self.codes, self.ends)
@@ -67,13 +69,29 @@ class Encoded(Unit):
         if self.lent is not None:
             self.lent = checksum(flat)
 
-    def written(self) -> None:
+    def written(self, edited: Sequence[nn.Parameter] = (), *, filled: bool = False) -> None:
         """Keep of this rank's range what was written; what was not stays as exact as it was. All look again."""
         now = self.arrive()[self.range]
         if now.numel():
-            self.own = torch.where(now != self._decoded(self.code, now.numel()), now, self.own)
+            self.own = torch.where(self._changed(now, {id(param) for param in edited}, filled=filled), now, self.own)
+            self.shown = now.clone()
         self.code = self.memory.pull.replace(self.number, self._encoded())
         self.stale = True
+
+    def _changed(self, now: Tensor, edited: set[int], *, filled: bool) -> Tensor:
+        """Which elements were written: those that look different, and zeros where something was set to zero.
+
+        A small value is seen as zero: one that was set to it looks the same as before. Of a parameter that was written
+        to by itself every zero counts; through a view, where others became zero.
+        """
+        changed = now != (self._decoded(self.code, now.numel()) if self.shown is None else self.shown)
+        for slot, param in zip(self.slab.slots, self.params, strict=True):
+            low, high = self.slab.piece(slot, self.memory.comm.rank)
+            span = slice(slot.start + low - self.range.start, slot.start + high - self.range.start)
+            zero = now[span] == 0
+            if id(param) in edited or (changed[span] & zero).any():
+                changed[span] |= zero | (filled and id(param) in edited)
+        return changed
 
     def updated(self) -> None:
         self.code.copy_(self._encoded())
@@ -85,6 +103,10 @@ class Encoded(Unit):
         flat[self.range] = self.own
         self.memory.comm.all_gather(f"exact/{self.number}", flat, self.slab.bounds).wait()
         return flat
+
+    def drop(self) -> None:
+        super().drop()
+        self.shown = None if self.flat is None else self.shown
 
     def bytes_kept(self) -> int:
         return super().bytes_kept() + self.code.numel()

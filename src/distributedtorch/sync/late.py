@@ -7,8 +7,8 @@ Travels per step and rank: as much as without it, with the whole next forward an
 
 The gradient of step t is computed from the parameters of step t and changes those of step t+1: the first step changes
 nothing, the last gradient is not used. What a wire leaves out of step t is added to step t+1; powersgd, which knows it
-only when all sums have come, adds it to t+2 and so keeps it twice. Use it where exchange takes as long as computing and
-a wire is not enough.
+only when all sums have come, adds it to t+2 and so keeps it twice. Each gradient is used once: one that is not zeroed
+after its step is refused. Use it where exchange takes as long as computing and a wire is not enough.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ _TWICE = explain(
     "one backward per step",
     "add the losses up and call backward once, use accumulate=, or leave delay out of the plan",
 )
+_NOT_ZEROED = explain(
+    "gradients of the last step are still there at the next backward, under delay=1",
+    "gradients that are used once: what comes now is not added to them",
+    "call optimizer.zero_grad() after each step, or leave delay out of the plan",
+)
 
 
 class Late(Sync):
@@ -47,8 +52,8 @@ class Late(Sync):
         self.flying: list[bool] | None = None
         """Of which parameters the last step gave a gradient; None where none travels."""
         self.shown: list[int] = []
-        self.waits = self.second = False
-        """Whether a gradient waits for the optimizer's step, and whether this backward would bring another."""
+        self.waits = self.second = self.again = False
+        """Whether a gradient waits for the optimizer's step, this backward would bring another, or finds a used one."""
 
     @property
     def now(self) -> Ddp | Zero:
@@ -78,6 +83,7 @@ class Late(Sync):
         now = self.now
         self.second = self.waits and not now.collect.hidden
         self.shown = [index for index in range(len(self.params)) if now.shows(index)]
+        self.again = not self.waits and any(bool(now.kept_of(index).any()) for index in self.shown)
         for index in self.shown:
             self.params[index].grad = None
         now.root, now.windowed = self.root, self.windowed
@@ -86,6 +92,8 @@ class Late(Sync):
     def ready(self, index: int, *, again: bool) -> None:
         if self.second:
             raise UsageError(_TWICE)
+        if self.again:
+            raise UsageError(_NOT_ZEROED)
         self.now.scale = self.scale
         self.now.ready(index, again=again)
 

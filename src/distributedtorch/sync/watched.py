@@ -40,7 +40,7 @@ class Watched(nn.Parameter):
         if func == _SET_DATA:
             unit = _UNITS[id(args[0])]
             return unit.memory.assign(args[0], unit, args[1])
-        return _use(params, lambda: func(*args, **kwargs))
+        return _use(params, lambda: func(*args, **kwargs), fills=func in _FILLS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -48,8 +48,8 @@ class Watched(nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
 
-def _use(params: Sequence[nn.Parameter], call: Callable[[], Any]) -> Any:
-    """Make a call that needs the values of `params`."""
+def _use(params: Sequence[nn.Parameter], call: Callable[[], Any], *, fills: bool) -> Any:
+    """Make a call that needs the values of `params`; `fills`: where it writes to one, it writes every element."""
     units = list({id(unit): unit for unit in (_UNITS[id(p)] for p in params)}.values())
     versions = [p._version for p in params]
     for unit in units:
@@ -62,9 +62,9 @@ def _use(params: Sequence[nn.Parameter], call: Callable[[], Any]) -> Any:
     finally:
         for unit in units:
             unit.inside -= 1
-    wrote = {id(_UNITS[id(p)]) for p, was in zip(params, versions, strict=True) if p._version != was}
+    wrote = [p for p, was in zip(params, versions, strict=True) if p._version != was]
     for unit in units:
-        unit.memory.used(unit, wrote=id(unit) in wrote)
+        unit.memory.used(unit, [p for p in wrote if _UNITS[id(p)] is unit], filled=fills)
     return result
 
 
@@ -101,6 +101,8 @@ def _getters(*names: str) -> list[Any]:
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+_FILLS = {Tensor.copy_, Tensor.zero_, Tensor.fill_, Tensor.normal_, Tensor.uniform_}
+"""What writes every element of the tensor it is called on."""
 _NO_VALUES = {
     *_getters("shape", "dtype", "device", "layout", "ndim", "grad", "requires_grad", "is_leaf", "grad_fn", "_version"),
     *_getters("_backward_hooks", "_base", "output_nr", "names", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_mps"),
@@ -195,7 +197,7 @@ def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[RemovableHandle]
         if changed:
             raise UsageError(_changed_inside(_UNITS[id(changed[0])].memory.names[id(changed[0])]))
         for unit in units:
-            unit.memory.used(unit, wrote=False)
+            unit.memory.used(unit)
 
     return [place.register_forward_pre_hook(enter), place.register_forward_hook(leave, always_call=True)]
 

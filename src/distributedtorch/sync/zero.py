@@ -212,6 +212,11 @@ class Zero(Sync):
         """Make it that."""
         self.params[index].grad = DividedGrad(self.held[index])
 
+    def kept_of(self, index: int) -> Tensor:
+        """What this rank keeps of it."""
+        self.held[index].settle()
+        return self.held[index].local
+
     def arrivals(self) -> list[Tensor]:
         """Where this rank's part of what was sent arrives: it has."""
         self.collect.land()
