@@ -84,8 +84,7 @@ def join_world() -> World:
     if world.joined:
         return world
     place = find()
-    if dist.is_initialized():
-        adopt.before_destroy(_before_leaving)
+    adopt.before_destroy(_before_leaving)
     join(place, device_type=accelerator())
     _stand(world, place, client)
     world.joined = True

@@ -79,6 +79,8 @@ class Server(Served):
             if param._version != version:
                 raise UsageError(_edited(name))
         self._push(grads)
+        for param in () if self.refilled else self.params:  # what was shown or loaded is old now; the servers have it
+            self.optimizer.state.pop(param, None)
 
     def _grad(self, index: int) -> Tensor | None:
         """A gradient as it is pushed: of a table its rows, of others all."""
@@ -109,6 +111,10 @@ class Server(Served):
     def take_state(self) -> None:
         divide_state(self.optimizer, self.params, self.held, whole=True)
         self.loaded()
+        self.state_loaded()
+
+    def state_loaded(self) -> None:
+        self.restated = self.refilled
 
 
 def _edited(name: str) -> str:
