@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed import destroy_process_group
 
 import distributedtorch as dt
 
@@ -56,4 +57,4 @@ except KeyboardInterrupt:
     raise
 if FAULT == "none":
     print(f"done {dt.rank()} of {dt.world()}", flush=True)
-    torch.distributed.destroy_process_group()
+    destroy_process_group()
