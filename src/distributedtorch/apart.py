@@ -139,8 +139,9 @@ def _serve(desks: list[Desk]) -> NoReturn:
                 signal.signal(number, end)
         for desk in desks:
             desk.close()
-        ended_so = 128 + _told_to_end[0] if _told_to_end else 1
-        code = ended_so if any(desk.failed is not None for desk in desks) else 0
+        faults = [desk.failed for desk in desks if desk.failed is not None]
+        ended = _told_to_end and all(isinstance(fault, PeerError) for fault in faults)
+        code = 0 if not faults else 128 + _told_to_end[0] if ended else 1
         atexit._run_exitfuncs()
     except BaseException as error:
         _failed(error)

@@ -74,4 +74,3 @@ def test_a_stopped_server_is_named(start: Start) -> None:
     run.until(lambda: "there is no connection to it" in run.err)  # heartbeats have ended it
     assert run.end(90) == 1
     assert "parameter server 0 at tcp://127.0.0.1:" in run.err and "has been out of reach for 30 s" in run.err
-    os.kill(run.pid(2), signal.SIGCONT)
