@@ -9,8 +9,10 @@ done; they never come back to the script.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import NoReturn
 
 from distributedtorch import attach, inspect, recipes
 from distributedtorch.core import segment
-from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.errors import PeerError, UsageError, explain
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.sync import Trained
 from distributedtorch.core.wire import Wire
@@ -31,7 +33,8 @@ from distributedtorch.serve.desk import Desk
 from distributedtorch.serve.journal import Journal
 from distributedtorch.serve.shard import Shard
 from distributedtorch.serve.terms import Terms
-from distributedtorch.sync.served import Reach, divided, items_of
+from distributedtorch.sync.portions import divided, items_of, refuse_compensated
+from distributedtorch.sync.served import Reach
 
 
 def part(given: inspect.Given, plan: Plan, world: World) -> None:
@@ -46,6 +49,10 @@ def part(given: inspect.Given, plan: Plan, world: World) -> None:
         return
     _refuse(given, plan, world)
     comm, workers, pair = world.comm, world.size - plan.apart, keys()
+    terms, wire = recipes.terms(plan), recipes.wire(plan, world)
+    trained = [_trained(given, number) for number in range(len(given.optimizers))]
+    for one in trained:
+        refuse_compensated(one.names, items_of(one, wire), terms)  # while all are here
     inspect.same_everywhere(given, [], plan, comm)
     card = {"key": pair[0].decode(), "host": segment.host()}
     cards = [json.loads(one) for one in comm.bytes_of_all("served/keys", json.dumps(card).encode())]
@@ -56,8 +63,7 @@ def part(given: inspect.Given, plan: Plan, world: World) -> None:
         record.serves(number)
         known = {one["key"].encode(): rank for rank, one in enumerate(cards[:workers])}
         server = _Server(number=number, host=recipes.listening(world), pair=pair, workers=known)
-        terms, wire = recipes.terms(plan), recipes.wire(plan, world)
-        desks = [server.open(_trained(given, k), wire, terms) for k in range(len(given.optimizers))]
+        desks = [server.open(one, wire, terms) for one in trained]
         said = json.dumps([server.card(desk) for desk in desks])
     doors = [json.loads(one) for one in comm.bytes_of_all("served/doors", said.encode())][workers:]
     near = sum(one["host"] == card["host"] for one in cards[workers:])
@@ -66,14 +72,17 @@ def part(given: inspect.Given, plan: Plan, world: World) -> None:
         _serve([desk for desk in desks if desk is not None])
     world.servers = plan.apart
     world.reach = [
-        Reach(pair=pair, doors=[one[k] for one in doors if one[k] is not None]) for k in range(len(given.optimizers))
+        Reach(pair=pair, doors=[one[k] for one in doors if one[k] is not None], tell=record.say)
+        for k in range(len(given.optimizers))
     ]
 
 
 def _trained(given: inspect.Given, number: int) -> Trained:
     optimizer = given.optimizers[number]
     params = attach.trained_by(optimizer)
-    return Trained(params=params, names=[], optimizer=optimizer, models=given.models, name=str(number))
+    known = {id(param): name for model in given.models for name, param in model.named_parameters()}
+    names = [known.get(id(param), "a parameter") for param in params]
+    return Trained(params=params, names=names, optimizer=optimizer, models=given.models, name=str(number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +110,8 @@ class _Server:
         folder = recipes.kept()
         journal = None if folder is None else Journal(folder / f"server.{trained.name}" / str(self.number))
         bounds = {"staleness": terms.staleness, "ahead": terms.ahead}
-        return Desk(shard, doors, **bounds, journal=journal, on_failure=_failed)
+        owner = self.number % len(self.workers)
+        return Desk(shard, doors, **bounds, journal=journal, owner=owner, on_failure=_failed)
 
     def card(self, desk: Desk | None) -> dict[str, object] | None:
         """What workers have to know of a desk."""
@@ -112,18 +122,43 @@ class _Server:
 
 
 def _serve(desks: list[Desk]) -> NoReturn:
-    """Serve until every worker is done, and end: what the script does after dt.distribute is the workers' to do."""
-    for desk in desks:
-        desk.close()
-    code = int(any(desk.failed is not None for desk in desks))
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    """Serve until every worker is done, and end: what the script does after dt.distribute is the workers' to do.
+
+    A signal to end is for the workers, who may still have to save; then this process goes when they are gone.
+    """
+
+    def end(number: int, _: object) -> None:
+        _told_to_end.append(number)
+        for desk in desks:
+            desk.doors.ending = True
+
+    code = 1
+    try:
+        with contextlib.suppress(ValueError):  # handlers are the main thread's
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, end)
+        for desk in desks:
+            desk.close()
+        faults = [desk.failed for desk in desks if desk.failed is not None]
+        ended = _told_to_end and all(isinstance(fault, PeerError) for fault in faults)
+        code = 0 if not faults else 128 + _told_to_end[0] if ended else 1
+        atexit._run_exitfuncs()
+    except BaseException as error:
+        _failed(error)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
 
 
-def _failed(error: Exception) -> None:
+_told_to_end: list[int] = []
+"""The signals that have come."""
+
+
+def _failed(error: BaseException) -> None:
     """Before workers hear of it: so this is the first cause."""
+    if _told_to_end and isinstance(error, PeerError):
+        return  # the workers have been ended, too
     traceback.print_exception(error)
     record.raised(error)
 

@@ -65,7 +65,7 @@ def distribute(
     _start(verify_record.workers_here(workers), effective)
     world = here()
     objects = tuple(unwrapped(thing, place) for thing in objects)
-    effective.check(world.size + world.servers, world.local_size)
+    effective.check(world.size + world.servers * bool(effective.apart), world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     alone = world.size + world.servers == 1
     plain = alone and not effective.numerics().words and not verify_record.wanted()

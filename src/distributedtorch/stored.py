@@ -142,6 +142,8 @@ class Stored:
         for number, optimizer in enumerate(RUN.optimizers):
             if number < len(self.run["optimizers"]):
                 self._optimizer(optimizer, self.run["optimizers"][number])
+                for sync in [member.sync for member in here().loop.members if member.sync.optimizer is optimizer]:
+                    sync.state_loaded()
         for scheduler, saved in zip(schedulers(), self.run["schedulers"], strict=False):
             scheduler.load_state_dict(unpack(saved["state"], self.tensors))
         for name, one in self.user.items():

@@ -59,7 +59,9 @@ def trained(folder: Path, plan: str, seed: int) -> list[list[Tensor]]:
     model, optimizer, loader, scheduler = dt.distribute(model, optimizer, data(), scheduler, plan=plan)
 
     def epoch() -> list[Tensor]:
-        for x, y in loader:
+        for step, (x, y) in enumerate(loader):
+            if step == 3 and "updates" not in plan:  # parameters alone, as a model with other values is put back
+                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             scheduler.step()
@@ -75,6 +77,8 @@ def trained(folder: Path, plan: str, seed: int) -> list[list[Tensor]]:
         assert len(state) == 4 and all("exp_avg" in one for one in state.values()), "state is with the servers only"
     dt.load(folder)
     found.append(epoch())
+    if "apart" in plan and "updates" not in plan:
+        assert not optimizer.state, "state that was shown or loaded is kept on a worker"
     return found
 
 
@@ -106,6 +110,8 @@ def rounds(folder: Path, plan: str) -> None:
         model = net(0)
         dt.distribute(model, optimizer_for(model, plan), plan=plan)
     release()
+    with pytest.raises(dt.PlanError, match=f"{dt.world() + 1} servers given for {dt.world()} process"):
+        dt.distribute(model, optimizer_for(model, plan), plan=f"server(servers={dt.world() + 1})")
     if dt.world() > 1:
         one_server = plan.replace("servers=2,", "") if dt.world() < servers else plan
         truth = trained(folder / "beside", one_server.replace("apart,", ""), seed=0)
@@ -158,6 +164,7 @@ def history(folder: Path, plan: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     dt.sync()
+    (folder / f"after.{os.environ['RANK']}").touch()
     if dt.is_main():
         events = [Event(**json.loads(line)) for line in (folder / "events").read_text().splitlines()]
         late = staleness(events)
@@ -169,7 +176,9 @@ def history(folder: Path, plan: str) -> None:
 def sabotage(how: str) -> None:
     """Break what is tested."""
     if how == "own values":
-        Served._fill = lambda self: None  # type: ignore[method-assign]
+        Served._fill = lambda self, **_: None  # type: ignore[method-assign]
+    elif how == "state again":
+        Served.loaded = lambda self: vars(self).update(refilled=True, restated=True)  # type: ignore[method-assign]
     elif how == "own rates":
         Shard.follow = lambda self, pushes: None  # type: ignore[method-assign]
     elif how == "no state":

@@ -56,9 +56,21 @@ def test_the_first_cause(start: Start, fault: str, said: str) -> None:
 
 @pytest.mark.long
 def test_ctrl_c(start: Start) -> None:
-    run = start(*RUN, JOB, "forever")
+    run = start(*RUN, JOB, "rescue")
     run.until_running()
     os.kill(run.process.pid, signal.SIGINT)
     assert run.end(10) == 128 + signal.SIGINT
     assert run.gone_within(0.5)
-    assert "failed first" not in run.err
+    assert "failed first" not in run.err and "no worker has been connected" not in run.err
+    assert "rescued" in run.out, run.err
+
+
+@pytest.mark.long
+def test_a_stopped_server_is_named(start: Start) -> None:
+    run = start(*RUN, JOB, "forever")
+    run.until_running()
+    os.kill(run.pid(2), signal.SIGSTOP)
+    run.until(lambda: "has not answered rank 0 for" in run.err)
+    run.until(lambda: "there is no connection to it" in run.err)  # heartbeats have ended it
+    assert run.end(90) == 1
+    assert "parameter server 0 at tcp://127.0.0.1:" in run.err and "has been out of reach for 30 s" in run.err

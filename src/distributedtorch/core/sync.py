@@ -122,6 +122,10 @@ class Sync(ABC):
         """Keep of a whole state just loaded what this rank owns: all of it, unless divided."""
         return
 
+    def state_loaded(self) -> None:
+        """The optimizer's state has been loaded, of each parameter what this rank keeps; after `loaded`."""
+        return
+
     def keeps(self, index: int) -> Kept:
         """What this rank keeps of the state of parameter `index`: all of it, unless divided."""
         param = self.params[index]

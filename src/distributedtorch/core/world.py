@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.part import parts
@@ -47,8 +48,12 @@ class World:
         """Pieces on request, from the first use on (all ranks must come to it)."""
         if not self._pull:
             self._pull.append(Pull(self.comm))
-            BEFORE_LEAVING.append(self._pull[0].close)
+            BEFORE_LEAVING.append(self._end_pull)
         return self._pull[0]
+
+    def _end_pull(self) -> None:
+        if dist.is_initialized():  # a script may have ended its group already
+            self._pull[0].close()
 
 
 BEFORE_LEAVING: list[Callable[[], None]] = []

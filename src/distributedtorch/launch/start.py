@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distributedtorch.core import where
@@ -84,8 +84,9 @@ def join_world() -> World:
     if world.joined:
         return world
     place = find()
-    if dist.is_initialized():
-        adopt.before_destroy(_before_leaving)
+    with contextlib.suppress(ImportError):  # it ends, when Python does, what a server sends with: after what is below
+        import zmq.utils.garbage  # noqa: F401
+    adopt.before_destroy(_before_leaving)
     join(place, device_type=accelerator())
     _stand(world, place, client)
     world.joined = True
@@ -124,7 +125,7 @@ def go_on_with(workers: int, local_workers: int) -> None:
 
 def _before_leaving() -> None:
     """Runs before the exchange, the watch and the group are closed: it was registered after them."""
-    if not record.failed() and dist.is_initialized():  # a script may have ended its own group already
+    if not record.failed():
         while BEFORE_LEAVING:
             BEFORE_LEAVING.pop(0)()
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -27,7 +28,13 @@ _BESIDE = 4096
 """Bytes of a message for headers, for what keeps it secret, and for the greeting of the smallest models' workers."""
 _SECONDS_ALONE = 60.0
 """How long a server waits for workers whose connections are gone, and have not said that they are done."""
+_SECONDS_TO_COME = 1800.0
+"""How long it waits for the first one: as long as processes wait for each other anywhere."""
+_SECONDS_TO_END = 1.0
+"""How long it waits for workers that are gone when it was told to end."""
+_SECONDS_TO_REPORT, _SECONDS_TO_REPEAT, _SECONDS_TO_PART = 8.0, 60.0, 15.0
 _SECONDS_TO_ANSWER, _HEARTBEAT_MS, _LINGER_MS, _LONGEST_TEXT, _ALIGN = 30.0, 5000, 2000, 4096, 64
+_MS_BETWEEN_LOOKS = 200
 
 
 class Kind(IntEnum):
@@ -74,7 +81,8 @@ def read(frames: list[Any]) -> Message:
         Refused: They are none.
     """
     if not 1 <= len(frames) <= 2 or len(frames[0].buffer) != _HEADER.size:
-        raise Refused("not a message of this library")
+        sizes = [len(frame.buffer) for frame in frames]
+        raise Refused(f"not a message of this library: {len(sizes)} parts of {sizes} bytes, 1 or 2 needed")
     magic, version, kind, waiting, worker, size, step, at, serial = _HEADER.unpack(bytes(frames[0].buffer))
     if magic != _MAGIC or version != _VERSION or kind not in set(Kind):
         raise Refused(f"a message of another form (version {version}, kind {kind})")
@@ -106,11 +114,16 @@ def keys() -> tuple[bytes, bytes]:
 
 
 class _Ties:
-    """The connections of a socket that stand; heartbeats end those whose other end does not answer."""
+    """The connections of a socket that stand; heartbeats end those whose other end does not answer.
+
+    A worker's one counts when keys have been shown: the kernel of a process that is stopped takes connections, too.
+    A server's count when they begin: those of strangers are ended where they come to nothing.
+    """
 
     def __init__(self, socket: Any) -> None:
         self.zmq, self.socket, self.standing = zmq(), socket, set[int]()
-        begun = self.zmq.EVENT_ACCEPTED | self.zmq.EVENT_CONNECTED
+        self.many = socket.type == self.zmq.ROUTER
+        begun = self.zmq.EVENT_ACCEPTED if self.many else self.zmq.EVENT_HANDSHAKE_SUCCEEDED
         self.ear = socket.get_monitor_socket(begun | self.zmq.EVENT_DISCONNECTED)
 
     def __bool__(self) -> bool:
@@ -119,7 +132,7 @@ class _Ties:
         while self.ear.poll(0):
             event = recv_monitor_message(self.ear)
             if event["event"] == self.zmq.EVENT_DISCONNECTED:
-                self.standing.discard(event["value"])
+                self.standing = self.standing - {event["value"]} if self.many else set()
             elif event["event"] != self.zmq.EVENT_MONITOR_STOPPED:
                 self.standing.add(event["value"])
         return bool(self.standing)
@@ -153,6 +166,8 @@ class Doors:
         """By worker, what the socket calls it, and its latest request."""
         self.refused = 0
         """Messages that were none of a worker's."""
+        self.ending = False
+        """Whether it was told to end, and only sees its workers off."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether who has this public key may come in."""
@@ -162,15 +177,15 @@ class Doors:
         """Look whether there are workers at all.
 
         Raises:
-            PeerError: There were, and their connections have been gone for long.
+            PeerError: Their connections have been gone for long, or none has come for longer.
         """
         now = time.monotonic()
-        if self.ties or not self.names:
-            self.alone_since = float("inf")
-            return
-        self.alone_since = min(self.alone_since, now)
-        if now - self.alone_since > _SECONDS_ALONE:
-            given = f"no worker has been connected to this server for {_SECONDS_ALONE:g} s, and not all said goodbye"
+        self.alone_since = float("inf") if self.ties else min(self.alone_since, now)
+        limit = _SECONDS_TO_END if self.ending else _SECONDS_ALONE if self.names else _SECONDS_TO_COME
+        if now - self.alone_since > limit:
+            given = f"no worker has been connected to this server for {limit:g} s, and not all said goodbye"
+            if not self.names:
+                given = f"no worker has come to this server in {limit:g} s"
             do = "look at the workers' logs and their network"
             raise PeerError(explain(given, "workers that can be reached", do))
 
@@ -210,8 +225,18 @@ class Doors:
 class Line:
     """A worker's end."""
 
-    def __init__(self, worker: int, where: str, pair: tuple[bytes, bytes], server: bytes) -> None:
+    def __init__(
+        self,
+        worker: int,
+        where: str,
+        pair: tuple[bytes, bytes],
+        server: bytes,
+        *,
+        number: int = 0,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
         self.zmq, self.worker, self.where, self.server = zmq(), worker, where, server
+        self.name, self.tell = f"server {number} at {where}", tell or _tell
         self.context = self.zmq.Context()
         self.socket = self.context.socket(self.zmq.DEALER)
         self.socket.linger = _LINGER_MS
@@ -221,6 +246,8 @@ class Line:
         self.ties = _Ties(self.socket)
         self.socket.connect(where)
         self.greeted, self.serial, self.version, self.waiting = False, 0, 0, 0
+        self.told: tuple[float, bool] | None = None
+        """When it was said last that no answer comes, and whether there was a connection then."""
 
     def say(self, kind: Kind, step: int = -1, content: Tensor | None = None, *, held: int = -1) -> None:
         """Send a message; `held`: the version that this worker has."""
@@ -231,41 +258,71 @@ class Line:
     def _send(self) -> None:
         self.socket.send_multipart(self.last.frames(), copy=False)
 
-    def hear(self) -> Message:
+    def hear(self, limit: float = float("inf")) -> Message:
         """The server's answer to the last message, which is sent again where none comes for long.
 
         Raises:
             Refused: The server says why not.
-            PeerError: Nothing has ever come from there, or the connection has been gone for long.
+            PeerError: Nothing has ever come from there, the connection has been gone for long, or the limit is over.
         """
-        lost = False
+        begun = sent = time.monotonic()
+        gone, again, self.told = float("inf"), min(_SECONDS_TO_ANSWER, limit / 5), None
         while True:
-            if not self.socket.poll(int(1000 * _SECONDS_TO_ANSWER)):
-                if not self.greeted:
-                    given = f"no answer from the parameter server at {self.where} in {_SECONDS_TO_ANSWER:g} s"
-                    do = "look at the server's log; a worker of another job, or with another key, is not answered"
-                    raise PeerError(explain(given, "a server of this job that can be reached", do))
-                if lost and not self.ties:
-                    given = f"the parameter server at {self.where} has been out of reach for {_SECONDS_TO_ANSWER:g} s"
-                    raise PeerError(explain(given, "a network that holds", "look at the server's log and the network"))
-                lost = not self.ties
+            if self.socket.poll(_MS_BETWEEN_LOOKS):
+                message = self._answer()
+                if message is not None:
+                    return message
+                continue
+            now = time.monotonic()
+            gone = float("inf") if self.ties else min(gone, now)
+            self._require(now - begun, now - gone, limit)
+            if now - sent >= again:
                 self._send()  # a step counts once, however often it comes
-                continue
-            self.greeted = True
-            message = read(self.socket.recv_multipart(copy=False))
-            if message.serial != self.serial:
-                continue
-            if message.kind is Kind.REFUSED:
-                assert message.content is not None
-                raise Refused(bytes(message.content.tolist()).decode(errors="replace"))
-            self.version, self.waiting = message.version, message.waiting
-            return message
+                sent = now
+
+    def _answer(self) -> Message | None:
+        """A message that has come, if it is the answer."""
+        self.greeted = True
+        message = read(self.socket.recv_multipart(copy=False))
+        if message.serial != self.serial:
+            return None
+        if message.kind is Kind.REFUSED:
+            assert message.content is not None
+            raise Refused(bytes(message.content.tolist()).decode(errors="replace"))
+        self.version, self.waiting = message.version, message.waiting
+        return message
+
+    def _require(self, waited: float, gone: float, limit: float) -> None:
+        """Look whether an answer may still come, and say where it takes long."""
+        if not self.greeted and waited >= _SECONDS_TO_ANSWER:
+            given = f"no answer from parameter {self.name} in {_SECONDS_TO_ANSWER:g} s"
+            do = "look at the server's log; a worker of another job, or with another key, is not answered"
+            raise PeerError(explain(given, "a server of this job that can be reached", do))
+        if gone >= _SECONDS_TO_ANSWER or waited >= limit:
+            given = f"parameter {self.name} has been out of reach for {min(waited, _SECONDS_TO_ANSWER):.3g} s"
+            do = "look at the server's log (killed, stopped?) and the network"
+            raise PeerError(explain(given, "a network that holds and a server that runs", do))
+        stands = gone < 0
+        due = self.told is None or self.told[1] != stands or waited > self.told[0] + _SECONDS_TO_REPEAT
+        if waited >= _SECONDS_TO_REPORT and due and (not stands or self.worker < 2):
+            self.told = waited, stands
+            why = "it waits for other workers' pushes, or is busy" if stands else "there is no connection to it"
+            self.tell(f"parameter {self.name} has not answered rank {self.worker} for {waited:.0f} s: {why}")
+
+    def part(self) -> None:
+        """After the goodbye: wait until the server has heard it; not for long."""
+        with contextlib.suppress(Refused, PeerError):
+            self.hear(_SECONDS_TO_PART)
 
     def close(self) -> None:
         """Hang up."""
         self.ties.close()
         self.socket.close()
         self.context.term()
+
+
+def _tell(text: str) -> None:
+    print(f"distributedtorch: {text}", file=sys.stderr, flush=True)
 
 
 def refusal(error: Exception) -> Message:

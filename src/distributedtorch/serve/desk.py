@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from distributedtorch.core.errors import PeerError
 from distributedtorch.serve.board import Board, Push, Refused
 from distributedtorch.serve.channel import Doors, Kind, Message, refusal
 from distributedtorch.serve.journal import Journal
@@ -34,11 +33,16 @@ class Desk:
         staleness: int | None,
         ahead: int | None,
         journal: Journal | None = None,
+        owner: int = 0,
         on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self.shard, self.doors, self.journal, self.on_failure = shard, doors, journal, on_failure
+        self.owner = owner
+        """The worker that may fill it, and ask for all that it has, where it has a process of its own."""
         self.coming: Coming | None = None
         """What it is to have, as far as it has come."""
+        self.filled = -1
+        """The request that brought the last piece."""
         self.asked: Tensor | None = None
         """What was asked for, until the last piece has gone."""
         self.board = Board(len(doors.workers), self._apply, self.give, staleness=staleness, ahead=ahead)
@@ -58,10 +62,10 @@ class Desk:
         if self.journal is not None:
             self.journal.close()
 
-    def refill(self) -> None:
-        """Take over what was put into the user's objects."""
+    def refill(self, *, state: bool) -> None:
+        """Take over what was put into the user's objects: values and, if so, optimizer state."""
         with self.lock:
-            self.shard.refill()
+            self.shard.refill(state=state)
             self._begin_journal()
 
     def _begin_journal(self) -> None:
@@ -101,19 +105,26 @@ class Desk:
                 message = self.doors.hear(_MS_BETWEEN_LOOKS)
                 if message is None:
                     self.doors.require_anybody()
-                else:
+            except Exception as error:  # nobody is there, or nobody can be heard
+                return self._fail(error)
+            try:
+                if message is not None:
                     with self.lock:
                         self._answer(message)
                         if self.journal is not None and self.journal.full:
                             self._begin_journal()
-            except Exception as error:  # the user's optimizer, or the channel: every worker is to hear of it
-                self.failed = error
-                self.on_failure(error)
-                if isinstance(error, PeerError):
-                    return
-                for worker in self.doors.names:
-                    with contextlib.suppress(Exception):
-                        self.doors.say(worker, self._failure())
+            except Exception as error:  # the user's optimizer, or the disk
+                self._fail(error)
+        return None
+
+    def _fail(self, error: Exception) -> None:
+        """Every worker is to hear of it, once this process has said it."""
+        if self.failed is None:
+            self.failed = error
+            self.on_failure(error)
+        for worker in self.doors.names:
+            with contextlib.suppress(Exception):
+                self.doors.say(worker, self._failure())
 
     def _failure(self) -> Message:
         return refusal(Refused(f"the server has failed: {type(self.failed).__name__}: {self.failed}"))
@@ -121,6 +132,7 @@ class Desk:
     def _answer(self, message: Message) -> None:
         if message.kind is Kind.BYE:
             self.gone.add(message.worker)
+            self._say(message.worker, -1)  # it waits for that, and what it has pulled is given back below
         if self.failed is not None:
             if message.kind is not Kind.BYE:
                 self.doors.say(message.worker, self._failure())
@@ -142,22 +154,31 @@ class Desk:
 
     def _fill(self, message: Message) -> None:
         """A piece of what this server is to have."""
+        if message.serial == self.filled:  # again: the answer was lost
+            return self._say(message.worker, -1)
+        if self.board.waiting:
+            raise Refused(f"a server is filled while {len(self.board.waiting)} pushes wait")
         if message.version == 0:
+            if not 0 < message.step <= self.shard.most_filled:
+                raise Refused(f"{message.step} bytes for a server, at most {self.shard.most_filled} allowed")
             self.coming = Coming(message.step)
         if self.coming is None or message.content is None:
             raise Refused("a piece of nothing")
         self.coming.add(message.version, message.content)
         if self.coming.complete:
-            self.shard.take_over(self.coming.value())
-            self.coming = None
+            given, self.coming = self.coming, None
+            with _refusing():
+                self.shard.take_over(given.value())
+            self.filled = message.serial
             self._begin_journal()
-        self._say(message.worker, -1)
+        return self._say(message.worker, -1)
 
     def _tell(self, message: Message) -> None:
         """A piece of what this server keeps beside parameters."""
         at = message.step
         if at == 0 or self.asked is None:
-            self.asked = packed(self.shard.whole())
+            with _refusing():
+                self.asked = packed(self.shard.whole())
         piece, total = self.asked[at : at + PIECE], self.asked.numel()
         if at + PIECE >= total:
             self.asked = None
@@ -176,9 +197,16 @@ class Desk:
             board.push(worker, message.step, brought)
         elif message.kind in (Kind.LEAVE, Kind.BYE):
             board.leave(worker, for_good=message.kind is Kind.BYE)
-        elif message.kind is Kind.FILL and self.shard.terms.apart:
-            self._fill(message)
-        elif message.kind is Kind.ASK and self.shard.terms.apart:
-            self._tell(message)
+        elif message.kind in (Kind.FILL, Kind.ASK) and self.shard.terms.apart and worker == self.owner:
+            (self._fill if message.kind is Kind.FILL else self._tell)(message)
         else:
-            raise Refused(f"a worker says {message.kind.name}")
+            raise Refused(f"worker {worker} says {message.kind.name}")
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What is wrong with what a worker gives or asks for is said to it, and the server goes on."""
+    try:
+        yield
+    except Exception as error:
+        raise Refused(str(error) or type(error).__name__) from error

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributedtorch.serve.channel import Kind, Line
+from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.serve.board import Refused
+from distributedtorch.serve.channel import Kind, Line, Message
 from distributedtorch.serve.parcel import ABSENT, Form, Item, Part, joined, key, parted, plain, rows
 from distributedtorch.serve.whole import PIECE, Coming, packed
 
@@ -51,25 +53,40 @@ class Post:
         return Form.CODE, self.reduced(number, value.detach().reshape(-1), known, draw)
 
     def fill(self, given: Any) -> int:
-        """Give the server what it is to have. Result: bytes."""
+        """Give the server what it is to have. Result: bytes.
+
+        Raises:
+            UsageError: It does not take it.
+        """
         data = packed(given)
         for at in range(0, data.numel(), PIECE):
             self.line.say(Kind.FILL, data.numel(), data[at : at + PIECE], held=at)
-            self.line.hear()
+            self._hear("does not take what is to be there")
         self.held = -1
         return data.numel()
 
     def whole(self) -> Any:
-        """All that the server keeps beside parameters."""
+        """All that the server keeps beside parameters.
+
+        Raises:
+            UsageError: It cannot give it.
+        """
         coming: Coming | None = None
         while coming is None or not coming.complete:
             at = 0 if coming is None else coming.had
             self.line.say(Kind.ASK, at)
-            message = self.line.hear()
+            message = self._hear("cannot give its optimizer's state")
             assert message.content is not None
             coming = coming or Coming(message.step)
             coming.add(at, message.content)
         return coming.value()
+
+    def _hear(self, what: str) -> Message:
+        try:
+            return self.line.hear()
+        except Refused as error:
+            needed, do = "plain state of one model on all processes", "use servers beside ranks (leave apart out)"
+            raise UsageError(explain(f"parameter {self.line.name} {what}: {error}", needed, do)) from None
 
     def take(self, places: Sequence[Tensor]) -> int:
         """Bring tensors to what the server answers. Result: bytes.

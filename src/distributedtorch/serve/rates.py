@@ -28,13 +28,13 @@ def read(data: Tensor, optimizer: Optimizer) -> list[float]:
     """The numbers in some bytes, for an optimizer of this kind.
 
     Raises:
-        Refused: Not as many as this one has, or not finite.
+        Refused: Not as many as this one has, or not finite where this one's are.
     """
-    needed = len(numbers(optimizer))
-    if data.numel() != 8 * needed:
-        raise Refused(f"{data.numel()} bytes of options, {8 * needed} needed: of another optimizer?")
+    mine = numbers(optimizer)
+    if data.numel() != 8 * len(mine):
+        raise Refused(f"{data.numel()} bytes of options, {8 * len(mine)} needed: of another optimizer?")
     found: list[float] = data.view(torch.float64).tolist()
-    if not all(map(math.isfinite, found)):
+    if not all(math.isfinite(one) or one == here for one, here in zip(found, mine, strict=True)):
         raise Refused("options (a learning rate?) that are NaN or infinite")
     return found
 
@@ -46,6 +46,20 @@ def put(optimizer: Optimizer, given: Sequence[float]) -> None:
         group, count = optimizer.param_groups[number], len(_flat(value))
         group[name] = _like(value, given[at : at + count])
         at += count
+
+
+def plain(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of every group the options that its optimizer has by name and that can travel: numbers, words, yes and no."""
+    return [
+        {name: group[name] for name in optimizer.defaults if name in group and _is_plain(group[name])}
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | Tensor | None)
 
 
 def mean(given: Sequence[Sequence[float]]) -> list[float]:

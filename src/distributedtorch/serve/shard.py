@@ -79,28 +79,35 @@ class Shard:
         """The most bytes that a message to this server may have."""
         return max(self.largest, PIECE) if self.terms.apart else self.largest
 
-    def refill(self) -> None:
-        """Take over values and state that were put into the user's objects from outside."""
-        states = [self.user.state.get(param, {}) for param in self.params]
+    @property
+    def most_filled(self) -> int:
+        """The most bytes that a worker may fill this server with: parameters, and more state than optimizers have."""
+        return 256 * sum(item.bytes for item in self.items) + (64 << 20)
+
+    def refill(self, *, state: bool = True) -> None:
+        """Take over values that were put into the user's objects from outside, and optimizer state, if so."""
+        states = [self.user.state.get(param, {}) for param in self.params] if state else None
         self._fill([param.detach() for param in self.params], states)
 
     def take_over(self, given: Mapping[str, Any]) -> None:
-        """Have what a worker's objects have: values, state and options.
+        """Have what a worker's objects have: values and, where they are given, state and options.
 
         Raises:
             CheckpointError: They are of another model.
         """
         values = [require_like("a parameter", v, m) for v, m in zip(given["values"], self.masters, strict=True)]
         self._fill(values, given["states"])
-        rates.put(self.user, given["options"])
+        for group, options in zip(self.user.param_groups, given["options"] or self.user.param_groups, strict=True):
+            group.update({key: value for key, value in options.items() if key in group and key != "params"})
 
-    def _fill(self, values: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> None:
-        self.optimizer.state = defaultdict(dict)
-        for value, state, master in zip(values, states, self.masters, strict=True):
+    def _fill(self, values: Sequence[Tensor], states: Sequence[Mapping[str, Any]] | None) -> None:
+        if states is not None and self.terms.push == "gradients":
+            pairs = zip(self.masters, states, strict=True)
+            found: dict[Tensor, Any] = {one: copied(dict(state), torch.device("cpu")) for one, state in pairs if state}
+            self.optimizer.state = defaultdict(dict, found)
+        for value, master in zip(values, self.masters, strict=True):
             if not is_empty(value):
                 master.data.copy_(value)
-            if self.terms.push == "gradients" and state:
-                self.optimizer.state[master] = copied(dict(state), torch.device("cpu"))
         self.given.clear()
         self.copies.of.clear()
         self.message: Tensor | None = None

@@ -1,7 +1,8 @@
 """All that a server has, on its way to a worker or back: values, optimizer state, options; plain data in pieces.
 
-A worker fills servers of processes of their own with what its model and optimizer have, at the start and when something
-was loaded, and asks for the optimizer's state when it is to be saved. Nobody pushes meanwhile.
+A worker fills servers of processes of their own with what its model and optimizer have, at the start and when both were
+loaded; with parameters alone when these were. It asks for the optimizer's state when that is to be saved. Nobody pushes
+meanwhile.
 Travels: parameters Psi and state K Psi to the servers, K Psi back.
 """
 

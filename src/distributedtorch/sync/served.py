@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from distributedtorch.core import plain
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.sync import Trained, bytes_of
@@ -27,13 +28,12 @@ from distributedtorch.serve.board import Refused
 from distributedtorch.serve.channel import Doors, Kind, Line, keys
 from distributedtorch.serve.desk import Desk
 from distributedtorch.serve.journal import Journal
-from distributedtorch.serve.parcel import Item
 from distributedtorch.serve.post import Post, Reduced
 from distributedtorch.serve.shard import Shard, copied
 from distributedtorch.serve.terms import Terms
 from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.loose import average, statistics_of, watch_loads
-from distributedtorch.sync.sparse import tables
+from distributedtorch.sync.portions import divided, items_of, refuse_compensated
 from distributedtorch.wire.feedback import Coded
 
 _NUMBERS = itertools.count()
@@ -48,6 +48,8 @@ class Reach:
     """This worker's keys."""
     doors: list[dict[str, Any]]
     """Of each server its address, its public key, the version it begins at, and whether it goes on from earlier."""
+    tell: Callable[[str], None]
+    """Prints a line where the user looks."""
 
 
 class Served(Alone):
@@ -74,7 +76,7 @@ class Served(Alone):
         """Whether servers go on from an earlier start of the job, and whether this worker has not pushed yet."""
         self.code = wire.code if isinstance(wire, Coded) else None
         self.items = items_of(trained, wire)
-        _refuse_compensated(self.names, self.items, terms)
+        refuse_compensated(self.names, self.items, terms)
         self.parts = divided(self.params, terms.servers)
         """For each server the numbers of its parameters."""
         self.desk: Desk | None = None
@@ -85,12 +87,12 @@ class Served(Alone):
         ]
         self.closed = self.differ = self.told = False
         """Whether it has hung up, whether workers may have other parameters now, and whether an evaluation said so."""
-        self.refilled = False
-        """Whether values were put into parameters or optimizer from outside, for the servers to take over."""
+        self.refilled = self.restated = False
+        """Whether values were put into parameters from outside, and into the optimizer, for servers to take over."""
         self.pulled = self.used = False
         """Whether what was pulled counts as being computed with, and whether it is."""
         if reach is not None and not self.restored:
-            self._fill()
+            self._fill(state=True)
         self.comm.before_waiting.append(self._rest)
         mine = {id(param) for param in self.params}
         self.models = [model for model in trained.models if any(id(p) in mine for p in model.parameters())]
@@ -114,12 +116,17 @@ class Served(Alone):
             door["restored"] = self.desk.restored
         all_doors = [json.loads(one) for one in comm.bytes_of_all(f"{self.name}/doors", json.dumps(door).encode())]
         self._find(all_doors)
-        return [Line(comm.rank, all_doors[k]["where"], pair, public[k].encode()) for k in range(len(self.parts))]
+        wheres = [one["where"] for one in all_doors[: len(self.parts)]]
+        return [Line(comm.rank, where, pair, public[k].encode(), number=k) for k, where in enumerate(wheres)]
 
     def _reached(self, reach: Reach) -> list[Line]:
         """Lines to servers of processes of their own."""
         self._find(reach.doors)
-        return [Line(self.comm.rank, one["where"], reach.pair, one["key"].encode()) for one in reach.doors]
+        rank, tell = self.comm.rank, reach.tell
+        return [
+            Line(rank, one["where"], reach.pair, one["key"].encode(), number=number, tell=tell)
+            for number, one in enumerate(reach.doors)
+        ]
 
     def _find(self, doors: Sequence[Mapping[str, Any]]) -> None:
         self.restored = any(one.get("restored") for one in doors)
@@ -130,17 +137,19 @@ class Served(Alone):
         """The rank that speaks for the state of a server's parameters: beside it, or one of the workers."""
         return server % self.comm.world
 
-    def _fill(self) -> None:
-        """Give servers of processes of their own what the user's objects have."""
+    def _fill(self, *, state: bool) -> None:
+        """Give servers of processes of their own what the user's model has and, if so, optimizer; options: rank 0's.
+
+        A worker's optimizer has no state but what was loaded: without a load it would undo the servers'.
+        """
+        mine = plain.pack(rates.plain(self.optimizer) if state and self.comm.rank == 0 else None)
+        options = plain.unpack(self.comm.bytes_of_all(f"{self.name}/options", mine)[0])
         for server, (post, part) in enumerate(zip(self.posts, self.parts, strict=True)):
             if self.owner(server) == self.comm.rank:
                 params = [self.params[number] for number in part]
                 states = [dict(self.optimizer.state[p]) if p in self.optimizer.state else {} for p in params]
-                told = {
-                    "values": [param.detach() for param in params],
-                    "states": states if self.terms.push == "gradients" else [{} for _ in params],
-                    "options": rates.numbers(self.optimizer),
-                }
+                given = {"values": [param.detach() for param in params], "options": options, "states": None}
+                told = {**given, "states": states} if state and self.terms.push == "gradients" else given
                 self.comm.count_sent("fill", post.fill(told))
         self.comm.barrier(f"{self.name}/filled")
 
@@ -264,9 +273,10 @@ class Served(Alone):
             self.refilled = self.used = False
             self.comm.barrier(f"{self.name}/load")
             if self.terms.apart:
-                self._fill()
+                self._fill(state=self.restated)
             elif self.desk is not None:
-                self.desk.refill()
+                self.desk.refill(state=self.restated)
+            self.restated = False
             for post in self.posts:
                 post.held = -1
             self.comm.barrier(f"{self.name}/loaded")
@@ -296,6 +306,8 @@ class Served(Alone):
             hook.remove()
         for line in self.lines:
             line.say(Kind.BYE)
+        for line in self.lines:
+            line.part()
         if self.desk is not None:
             self.desk.close()
         for line in self.lines:
@@ -315,28 +327,3 @@ def not_finite(rank: int, what: str) -> str:
     given = f"rank {rank}: {what} has NaN or infinite numbers, and was not pushed"
     do = "look at the loss on this rank (clip=, a smaller learning rate); the others go on with what they have"
     return explain(given, "finite numbers", do)
-
-
-def _refuse_compensated(names: Sequence[str], items: Sequence[Item], terms: Terms) -> None:
-    found = [name for name, item in zip(names, items, strict=True) if item.table]
-    if terms.compensate and found:
-        given = f"compensate={terms.compensate:g} with a table of sparse gradients ({found[0]!r})"
-        do = "leave compensate out, or give the table sparse=False"
-        raise UsageError(explain(given, "dense gradients: a delay is made up for in all rows", do))
-
-
-def items_of(trained: Trained, wire: Wire) -> list[Item]:
-    """How each parameter travels."""
-    sparse, code = tables(trained.models), wire.code if isinstance(wire, Coded) else None
-    return [Item(param, table=id(param) in sparse, code=code) for param in trained.params]
-
-
-def divided(params: Sequence[nn.Parameter], servers: int) -> list[list[int]]:
-    """Numbers of parameters for each server: the largest first, to the one that has least."""
-    parts: list[list[int]] = [[] for _ in range(min(servers, max(1, len(params))))]
-    loads = [0] * len(parts)
-    for index in sorted(range(len(params)), key=lambda k: (-params[k].numel(), k)):
-        least = loads.index(min(loads))
-        parts[least].append(index)
-        loads[least] += params[index].numel() * params[index].element_size()
-    return [sorted(part) for part in parts]

@@ -9,7 +9,8 @@ more Psi per version on its way. By default one server beside rank 0; `servers=n
 whole parameters between them by size. `apart`: in the last process of the job, or the last n, which run the script up
 to dt.distribute, serve there until the workers are done, and end; ranks and loaders are counted without them. They
 begin with what rank 0's model and optimizer have, use the options (learning rate) of rank 0's last push, and hold the
-optimizer's state in host memory; a save fetches it, K Psi, through the workers.
+optimizer's state in host memory; a save fetches it, K Psi, through the workers, who drop it at their next step.
+Parameters that are loaded alone replace the servers'; the optimizer's state there stays, unless it is loaded too.
 Travels per step and worker: Psi to the servers and Psi back. With a wire, codes both ways: of the gradient and what
 earlier codes left out of it, and of what is missing in the worker's copy; servers hold such a copy, Psi, per worker.
 Of tables whose gradients are sparse, the rows used go and the rows changed come back, 8 bytes more for each; not coded.
@@ -79,6 +80,8 @@ class Server(Served):
             if param._version != version:
                 raise UsageError(_edited(name))
         self._push(grads)
+        for param in () if self.refilled else self.params:  # what was shown or loaded is old now; the servers have it
+            self.optimizer.state.pop(param, None)
 
     def _grad(self, index: int) -> Tensor | None:
         """A gradient as it is pushed: of a table its rows, of others all."""
@@ -109,6 +112,10 @@ class Server(Served):
     def take_state(self) -> None:
         divide_state(self.optimizer, self.params, self.held, whole=True)
         self.loaded()
+        self.state_loaded()
+
+    def state_loaded(self) -> None:
+        self.restated = self.refilled
 
 
 def _edited(name: str) -> str:
