@@ -99,6 +99,10 @@ class Served(Alone):
         self.hooks = [model.register_forward_pre_hook(lambda *_: self._begin()) for model in self.models]
         self.hooks += watch_loads(self.models, self.loaded)
         self.versions = [param._version for param in self.params]
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what one kind of worker has beyond the others."""
 
     def _meet(self, host: str, pair: tuple[bytes, bytes]) -> list[Line]:
         """Open this rank's server, if it has one, and lines to all."""

@@ -29,20 +29,16 @@ Use it when ranks differ in speed from step to step; where all are alike, ddp is
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distributedtorch.core.bucket import Slot
-from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.core.sync import Kept, Trained
-from distributedtorch.core.wire import Wire
-from distributedtorch.serve.terms import Terms
+from distributedtorch.core.sync import Kept
 from distributedtorch.sync.gradient import Held
-from distributedtorch.sync.served import Reach, Served, not_finite
+from distributedtorch.sync.served import Served, not_finite
 from distributedtorch.sync.state import divide_state, gather_state
 
 
@@ -51,18 +47,7 @@ class Server(Served):
 
     divided = True
 
-    def __init__(
-        self,
-        trained: Trained,
-        comm: Comm,
-        host: str,
-        wire: Wire,
-        terms: Terms,
-        *,
-        kept: Path | None = None,
-        reach: Reach | None = None,
-    ) -> None:
-        super().__init__(trained, comm, host, wire, terms, kept=kept, reach=reach)
+    def _prepare(self) -> None:
         self.held = [self._held(index) for index in range(len(self.params))]
         divide_state(self.optimizer, self.params, self.held, whole=True)
 

@@ -18,39 +18,24 @@ Use it where the link is slow, or where the optimizer's state is to be each rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distributedtorch.core.bucket import once
-from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError
-from distributedtorch.core.sync import Trained, bytes_of, leaves
-from distributedtorch.core.wire import Wire
+from distributedtorch.core.sync import bytes_of, leaves
 from distributedtorch.serve.parcel import sparse
 from distributedtorch.serve.rows import different
-from distributedtorch.serve.terms import Terms
 from distributedtorch.sync.loose import agreed
-from distributedtorch.sync.served import Reach, Served, not_finite
+from distributedtorch.sync.served import Served, not_finite
 
 
 class Updates(Served):
     """Workers that push what their own optimizers have changed."""
 
-    def __init__(
-        self,
-        trained: Trained,
-        comm: Comm,
-        host: str,
-        wire: Wire,
-        terms: Terms,
-        *,
-        kept: Path | None = None,
-        reach: Reach | None = None,
-    ) -> None:
-        super().__init__(trained, comm, host, wire, terms, kept=kept, reach=reach)
+    def _prepare(self) -> None:
         self.base = [param.detach().clone() for param in self.params]
         """What was pulled last."""
         self.taken = 0
