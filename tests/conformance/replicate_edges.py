@@ -23,18 +23,29 @@ _MANY = 1 << 14
 """Numbers of 8 bytes that are not sent in one small message."""
 
 
-def slow(_: Path) -> None:
-    """The watch leaves a group alone that takes long, while the others wait for it in another exchange."""
+def slow(folder: Path) -> None:
+    """The watch leaves a group alone that takes long, while the others wait for it in another exchange, and says so."""
     comm, inside = here().comm, here().parts(2)[0]
+    whereabouts = watch._whereabouts
+
+    def told(beat: watch._Beat | None, answers: bool) -> str:
+        if beat is not None and beat.exchange == "slow gather":
+            (folder / "told").touch()
+        return whereabouts(beat, answers)
+
     with pytest.MonkeyPatch.context() as patch:  # time runs ten times as fast for the watch
         for name in ("BETWEEN_BEATS", "TO_SUSPECT", "TO_REPORT"):
             patch.setattr(watch, f"_SECONDS_{name}", getattr(watch, f"_SECONDS_{name}") / 10)
+        patch.setattr(watch, "_SECONDS_TO_REPEAT", 0.5)  # the first report may read a beat from before
+        patch.setattr(watch, "_whereabouts", told)
         with comm.held("small", "all"):
             assert start._status(here()).ranks == ()
         if dt.rank() >= 2:
             with inside.held("small", "slow gather"):
                 assert start._status(here()).ranks == (2, 3)
-                time.sleep(2.5)
+                while not (folder / "told").exists():
+                    time.sleep(0.01)
+                time.sleep(1)  # ten beats, of which three would do for a wrong verdict
         comm.barrier("meeting")
 
 
