@@ -2,9 +2,9 @@
 
 Two ranks, the same rows of a made-up language for every plan, AdamW with a warm-up and a cosine decay to a twentieth;
 the loss at the end, after `dt.sync()`, on rows that nobody is trained on. Twins with error feedback switched off show
-what it is worth. `python -m benchmarks.convergence [--plans TEXT ...] [--seeds 1] [--steps 600] [--device cuda]
-[--lanes 1] [--out FILE]` writes benchmarks/results/convergence.json; known rows of the same commit and steps are kept.
-`--lanes`: how many jobs at a time; no figure here is a time.
+what it is worth. `python -m benchmarks.convergence [--plans TEXT ...] [--seeds 1] [--steps 600] [--optimizer sgd]
+[--lr 0.1 ...] [--device cuda] [--lanes 1] [--out FILE]` writes benchmarks/results/convergence.json; known rows of the
+same commit are kept. `--lanes`: how many jobs at a time; no figure here is a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
@@ -30,13 +30,15 @@ from benchmarks.language import HELD_OUT, Language
 from benchmarks.step_time import ROOT, Gpt, machine
 from distributedtorch.core.world import here
 from distributedtorch.wire.feedback import Coded
+from distributedtorch.wire.powersgd import PowerSgd
 
 MODEL = {"layers": 4, "d": 192, "vocabulary": 4096, "length": 64}
 BATCH, WARM_UP, LEAST = 8, 50, 0.05
-OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-3),
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
 }
+RATES = {"adamw": 1e-3, "sgd": 0.1}
 WIRES = ("bf16", "fp16", "int8", "sign", "topk(0.01)", "randomk(0.05)", "powersgd(rank=4)")
 FORGETS = "without feedback: "
 PLANS = (
@@ -45,20 +47,19 @@ PLANS = (
     "zero1,wire=int8",
     "local(every=16),wire=topk(0.05)",
     "diloco(every=50),wire=int8",
-    *(f"{FORGETS}ddp,wire={wire}" for wire in ("sign", "topk(0.01)", "randomk(0.05)")),
+    *(f"{FORGETS}ddp,wire={wire}" for wire in WIRES[3:]),
 )
 RESULT = ROOT / "benchmarks/results/convergence.json"
 
 
-def inside(plan: str, seed: int, steps: int, kind: str) -> None:
+def inside(plan: str, seed: int, steps: int, kind: str, lr: float) -> None:
     torch.set_num_threads(1)
     if plan.startswith(FORGETS):
-        kept = Coded.reduced
-        Coded.reduced = lambda self, which, *rest: (self.left.clear(), kept(self, which, *rest))[1]  # type: ignore[method-assign]
+        forget()
     torch.manual_seed(seed)
     device = os.environ.get("BENCHMARK_DEVICE", "cpu")
     model: Any = Gpt(**MODEL).to(device)
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    optimizer = OPTIMIZERS[kind](model.parameters(), lr=lr)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     model, optimizer, rates = dt.distribute(model, optimizer, rates, plan=plan.removeprefix(FORGETS))
     language = Language(MODEL["vocabulary"])
@@ -80,8 +81,15 @@ def inside(plan: str, seed: int, steps: int, kind: str) -> None:
                 losses.append(loss(language.rows(HELD_OUT, 128, length)).item())
     sent = sum(t.bytes_sent for t in here().comm.traffic.values())
     if dt.is_main():
-        row = {"plan": plan, "seed": seed, "steps": steps, "optimizer": kind, "loss": losses[-1]}
+        row = {"plan": plan, "seed": seed, "steps": steps, "optimizer": kind, "lr": lr, "loss": losses[-1]}
         print("ROW " + json.dumps({**row, "bytes per step": round(sent / steps)}), flush=True)
+
+
+def forget() -> None:
+    """What codes leave out is lost."""
+    for kind, name in ((Coded, "reduced"), (PowerSgd, "matrix")):
+        kept = getattr(kind, name)
+        setattr(kind, name, lambda self, *given, kept=kept: (self.left.clear(), kept(self, *given))[1])
 
 
 def rate(step: int, steps: int) -> float:
@@ -92,14 +100,14 @@ def rate(step: int, steps: int) -> float:
     return LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def run(plan: str, seed: int, steps: int, kind: str, device: str) -> dict[str, Any]:
+def run(plan: str, seed: int, steps: int, kind: str, lr: float, *, device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", "-m", "benchmarks.convergence"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "BENCHMARK_DEVICE": device}
-    words = ["--inside", plan, "--seeds", str(seed), "--steps", str(steps), "--optimizer", kind]
+    words = ["--inside", plan, "--seeds", str(seed), "--steps", str(steps), "--optimizer", kind, "--lr", str(lr)]
     ended = subprocess.run([*command, *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     found = [line for line in ended.stdout.splitlines() if line.startswith("ROW ")]
-    row = {"plan": plan, "seed": seed, "steps": steps, "optimizer": kind, "failed": ended.stderr[-500:]}
+    row = {"plan": plan, "seed": seed, "steps": steps, "optimizer": kind, "lr": lr, "failed": ended.stderr[-500:]}
     return dict(json.loads(found[0][4:])) if found else row
 
 
@@ -116,19 +124,22 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--lr", nargs="+", type=float, help="the largest; by default 0.001 for adamw, 0.1 for sgd")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    kind, rates = given.optimizer, given.lr or [RATES[given.optimizer]]
     if given.inside:
-        inside(given.inside, given.seeds, given.steps, given.optimizer)
+        inside(given.inside, given.seeds, given.steps, kind, *rates)
         return 0
     rows = known(given.out)
-    have = {(row["plan"], row["seed"], row["steps"], row["optimizer"]) for row in rows if "loss" in row}
-    wanted = [(plan, seed, given.steps, given.optimizer) for seed in range(given.seeds) for plan in given.plans]
+    have = {(row["plan"], row["seed"], *_kind(row), row["lr"]) for row in rows if "loss" in row}
+    seeds = range(given.seeds)
+    wanted = [(plan, seed, given.steps, kind, lr) for seed in seeds for plan in given.plans for lr in rates]
     with ThreadPoolExecutor(given.lanes) as lanes:
-        jobs = [lanes.submit(run, *one, given.device) for one in wanted if one not in have]
+        jobs = [lanes.submit(run, *one, device=given.device) for one in wanted if one not in have]
         for job in as_completed(jobs):
             rows.append(job.result())
             print(rows[-1], flush=True)
@@ -140,16 +151,18 @@ def main() -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By plan, steps and optimizer: mean loss over seeds, over ddp's of the same seeds, and bytes."""
+    """By plan, steps, optimizer and its rate: mean loss over seeds, over ddp's best of the same seeds, and bytes."""
     found = []
     there = [row for row in rows if "loss" in row]
-    plain = {(row["seed"], *_kind(row)): row for row in there if row["plan"] == "ddp"}
-    for plan, kind in dict.fromkeys((row["plan"], _kind(row)) for row in there):
-        mine = [r for r in there if r["plan"] == plan and _kind(r) == kind and (r["seed"], *kind) in plain]
+    ddp = sorted((row for row in there if row["plan"] == "ddp"), key=lambda row: -row["loss"])
+    plain = {(row["seed"], *_kind(row)): row for row in ddp}
+    for plan, kind, lr in dict.fromkeys((row["plan"], _kind(row), row["lr"]) for row in there):
+        alike = [r for r in there if (r["plan"], _kind(r), r["lr"]) == (plan, kind, lr)]
+        mine = [row for row in alike if (row["seed"], *kind) in plain]
         if mine:
             base = [plain[row["seed"], *kind] for row in mine]
             ratios = [a["loss"] / b["loss"] for a, b in zip(mine, base, strict=True)]
-            one = {"plan": plan, "steps": kind[0], "optimizer": kind[1], "seeds": len(mine)}
+            one = {"plan": plan, "steps": kind[0], "optimizer": kind[1], "lr": lr, "seeds": len(mine)}
             one |= {"loss": round(statistics.mean(row["loss"] for row in mine), 4)}
             one |= {"to ddp": round(statistics.mean(ratios), 4), "largest": round(max(ratios), 4)}
             found.append({**one, "times less sent": round(base[0]["bytes per step"] / mine[0]["bytes per step"], 1)})
