@@ -12,6 +12,7 @@ from distributedtorch.core.comm import Comm
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.world import World, accelerator
 from distributedtorch.data.loader import Loader
+from distributedtorch.launch import reserve
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import log_folder
 from distributedtorch.sync.divided import ALL
@@ -53,6 +54,7 @@ def parts(
     said = [_workers(world, plan, workers), f"plan {_words(plan, origin)}"]
     said += [f"batch {loader.note}" for loader in loaders]
     said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
+    said += [reserve.spoken()] if reserve.spoken() else []
     if world.size > 1:
         said.append(f"{_exchange(world)} on {_devices(world)}")
         said += [_replicas(plan, world)] if plan.replicas > 1 else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from distributedtorch.core.plan import Plan
@@ -17,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start all again after a failure, at most so often"
     )
+    parser.add_argument(
+        "--reserve", metavar="WHAT", help="leave to other jobs: devices=1,memory=8GiB (of each device in use), or one"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the next word is a module, as in python -m")
     parser.add_argument("script", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
@@ -26,6 +30,11 @@ def act(arguments: argparse.Namespace) -> int:
     """Start the processes, see them through, and give the exit code."""
     if arguments.plan is not None:
         Plan.parse(arguments.plan).check(arguments.workers)
+    if arguments.reserve is not None:
+        from distributedtorch.launch import reserve  # with torch, for which the command does not wait otherwise
+
+        reserve.parse(arguments.reserve)
+        os.environ[reserve.RESERVE] = arguments.reserve
     command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     script = None if arguments.module else arguments.script
     return supervise(

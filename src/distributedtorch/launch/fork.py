@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from distributedtorch.core import plain
 from distributedtorch.core.errors import LaunchError, RankError, explain
-from distributedtorch.launch import place, record, start, verdict
+from distributedtorch.launch import place, record, reserve, start, verdict
 from distributedtorch.launch import port as ports
 from distributedtorch.launch import ranks as processes
 from distributedtorch.launch.ranks import Rank
@@ -207,6 +207,7 @@ def _work(task: Task) -> NoReturn:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
     except BaseException as error:
+        reserve.remark(error)
         record.raised(error)
     finally:
         atexit._run_exitfuncs()

@@ -19,7 +19,7 @@ from distributedtorch.core.shared import share
 from distributedtorch.core.step import Loop
 from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
-from distributedtorch.launch import adopt, record
+from distributedtorch.launch import adopt, record, reserve
 from distributedtorch.launch.join import among_workers, client, join, part, regroup
 from distributedtorch.launch.place import Place, find
 
@@ -36,11 +36,14 @@ def prepare() -> Place:
             joined=place.world == 1,
         )
     )
+    reserve.hide_devices()
     if place.launcher == "none":
+        reserve.limit_memory(place)
         return place
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(place.local_rank % torch.accelerator.device_count())
     record.install(place)
+    reserve.limit_memory(place)
     if place.launcher != "dtorch" and place.rank > 0:
         _to_log(place)
     if place.launcher in ("mpirun", "srun"):
