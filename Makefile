@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-long lint matrix bench failures chaos clean
 .PHONY: bench-loose bench-exchange bench-link bench-gpu soak
