@@ -63,9 +63,12 @@ def topk(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
 
 def randomk(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     count = max(1, round(0.1 * len(values)))
-    places = torch.randperm(len(values), generator=torch.Generator().manual_seed(key))[:count]
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(key), dtype=torch.float64).tolist()
     out = torch.zeros_like(values)
-    out[places] = values[places]
+    for k, part in enumerate(drawn):
+        first, end = k * len(values) // count, (k + 1) * len(values) // count
+        place = first + int(part * (end - first))
+        out[place] = values[place]
     return out
 
 

@@ -63,7 +63,7 @@ class Encoded(Unit):
         assert self.codes is not None
         for (low, high), (first, last) in zip(pairwise(self.slab.bounds), pairwise(self.ends), strict=True):
             if high > low:
-                flat[low:high] = self._decoded(self.codes[first:last], high - low)
+                self.form.put(self.codes[first:last].to(flat.device), flat[low:high], 0)
         self.memory.comm.pool.give_back([self.codes])
         self.codes = None
         if self.lent is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distributedtorch.core.wire import Code, pack, unpack
+from distributedtorch.core.wire import Code, Noise, largest, pack, unpack
 
 
 class Bf16(Code):
@@ -20,28 +20,28 @@ class Bf16(Code):
 
     feedback = False
 
-    def bytes(self, numel: int, dtype: torch.dtype) -> int:
+    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 2 * numel
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
+    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
         return pack(values.to(torch.bfloat16))
 
-    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
+    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
         return unpack(code, (numel, torch.bfloat16))[0].to(dtype)
 
 
 class Fp16(Code):
-    """Numbers divided by the largest, rounded to float16."""
+    """Numbers divided by the largest of a piece, rounded to float16."""
 
     feedback = False
 
-    def bytes(self, numel: int, dtype: torch.dtype) -> int:
+    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 4 + 2 * numel
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
-        scale = values.abs().amax().float().reshape(1) if values.numel() else values.new_zeros(1).float()
+    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
+        scale = largest(values.view(1, -1)).float()
         return pack(scale, (values / scale.where(scale > 0, 1.0)).to(torch.float16))
 
-    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
+    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
         scale, values = unpack(code, (1, torch.float32), (numel, torch.float16))
         return values.to(dtype) * scale.to(dtype)

@@ -20,7 +20,7 @@ from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.pairs import Posted, Works, wait_all
 from distributedtorch.core.sync import require_like
-from distributedtorch.core.wire import Code, Wire, both, is_plain
+from distributedtorch.core.wire import Code, Wire, both, is_plain, largest
 
 _SENT, _SUMMED, HOSTS = "sent", "summed", "hosts"
 
@@ -86,9 +86,9 @@ class Coded(Wire):
         before = self.left.get(which)
         values = values.clone() if before is None else values + require_like(which, before, values).to(values.device)
         code = self.code.encode(values, key, draw)
-        left = values - self.code.decode(code, values.numel(), values.dtype, key)
-        if bool(torch.isfinite(left).all()):  # after an overflow there is nothing to add later
-            self.left[which] = left
+        self.code.add(code, values, key, times=-1)
+        if bool(torch.isfinite(largest(values.view(1, -1)))):  # after an overflow there is nothing to add later
+            self.left[which] = values
         return code
 
     def state(self) -> dict[str, Tensor]:
@@ -138,18 +138,15 @@ class Sum:
             return torch.empty(0, dtype=torch.uint8)
         return self.wire.reduced(which, values, self.key, self.draw).to("cpu")
 
-    def _decoded(self, code: Tensor, place: int) -> Tensor:
-        numel = self.bounds[place + 1] - self.bounds[place]
-        return self.wire.code.decode(code.to(self.flat.device), numel, self.flat.dtype, self.key)
-
     def _sum_up(self) -> None:
         """In a thread: sum this rank's range in rank order, and give the others a code of it."""
         wait_all(self.works)
-        mine = self.place
+        mine, code, device = self.place, self.wire.code, self.flat.device
         if self.sizes[mine]:
-            self.total = self._decoded(self.parts[0], mine)
+            numel = self.bounds[mine + 1] - self.bounds[mine]
+            self.total = code.decode(self.parts[0].to(device), numel, self.flat.dtype, self.key)
             for part in self.parts[1:]:
-                self.total += self._decoded(part, mine)
+                code.add(part.to(device), self.total, self.key)
         if self.everywhere:
             if self.before is not None:
                 self.before.done.wait()
@@ -162,7 +159,8 @@ class Sum:
         wait_all(self.works)
         for place, code in enumerate(self.sums):
             if self.sizes[place]:
-                self.flat[self.bounds[place] : self.bounds[place + 1]] = self._decoded(code, place)
+                there = self.flat[self.bounds[place] : self.bounds[place + 1]]
+                self.wire.code.put(code.to(there.device), there, self.key)
 
     def _keep(self) -> None:
         if self.total is not None:
@@ -191,7 +189,7 @@ class _Difference:
         for code, (low, high) in zip(self.codes, pairwise(self.bounds), strict=True):
             if high > low:
                 there = self.flat[low:high]
-                there += self.wire.code.decode(code.to(there.device), high - low, there.dtype, self.key)
+                self.wire.code.add(code.to(there.device), there, self.key)
 
 
 def clear_padding(flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> None:

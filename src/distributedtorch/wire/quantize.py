@@ -14,9 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distributedtorch.core.wire import Code, blocks_of, in_blocks, pack, unpack
+from distributedtorch.core.wire import Code, Noise, blocks_of, in_blocks, largest, pack, unpack
 
 INT8_BLOCK, SIGN_BLOCK = 256, 2048
+_GATHER = 0x0102_0408_1020_4080
+"""Times eight bytes of 0 or 1: their bits in the uppermost byte, the first byte's lowest."""
+_SIGNS = ((torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1) * 2 - 1
+"""The eight signs of each byte."""
 
 
 class Int8(Code):
@@ -24,19 +28,19 @@ class Int8(Code):
 
     feedback = False
 
-    def bytes(self, numel: int, dtype: torch.dtype) -> int:
+    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 4 * blocks_of(numel, INT8_BLOCK) + numel
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
+    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
         rows = in_blocks(values, INT8_BLOCK)
         rows = rows.float() if rows.dtype.itemsize < 4 else rows
-        scale = (rows.abs().amax(dim=1) / 127).float()
+        scale = (largest(rows) / 127).float()
         steps = rows / scale.where(scale > 0, 1.0).to(rows.dtype).unsqueeze(1)
-        up = 0.5 if draw is None else torch.rand(steps.shape, generator=draw, dtype=steps.dtype).to(steps.device)
-        whole = (steps + up).floor().clamp(-127, 127).to(torch.int8)
+        steps += 0.5 if noise is None else noise.rows(steps)
+        whole = steps.floor_().clamp_(-127, 127).to(torch.int8)
         return pack(scale, whole.view(-1)[: values.numel()])
 
-    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
+    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
         scale, whole = unpack(code, (blocks_of(numel, INT8_BLOCK), torch.float32), (numel, torch.int8))
         return (in_blocks(whole.to(dtype), INT8_BLOCK) * scale.to(dtype).unsqueeze(1)).view(-1)[:numel]
 
@@ -46,24 +50,20 @@ class Sign(Code):
 
     feedback = True
 
-    def bytes(self, numel: int, dtype: torch.dtype) -> int:
+    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 4 * blocks_of(numel, SIGN_BLOCK) + blocks_of(numel, 8)
 
-    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
+    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
         rows = in_blocks(values, SIGN_BLOCK)
         rows = rows.float() if rows.dtype.itemsize < 4 else rows
-        counts = in_blocks(torch.ones_like(values, dtype=rows.dtype), SIGN_BLOCK).sum(dim=1)
+        counts = rows.new_full((len(rows),), SIGN_BLOCK)
+        counts[-1] = values.numel() - SIGN_BLOCK * (len(rows) - 1)
         scale = (rows.abs().sum(dim=1) / counts).float()
-        bits = in_blocks((values >= 0).to(torch.uint8), 8)
-        return pack(scale, (bits << _places(bits.device)).sum(dim=1, dtype=torch.uint8))
+        eight = in_blocks((values >= 0).to(torch.uint8), 8).view(torch.int64)
+        return pack(scale, (eight * _GATHER >> 56).to(torch.uint8))
 
-    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
+    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
         blocks = blocks_of(numel, SIGN_BLOCK)
         scale, packed = unpack(code, (blocks, torch.float32), (blocks_of(numel, 8), torch.uint8))
-        bits = (packed.unsqueeze(1) >> _places(packed.device)) & 1
-        signs = bits.view(-1)[:numel].to(dtype) * 2 - 1
+        signs = _SIGNS.to(packed.device, dtype).index_select(0, packed.int()).view(-1)[:numel]
         return (in_blocks(signs, SIGN_BLOCK) * scale.to(dtype).unsqueeze(1)).view(-1)[:numel]
-
-
-def _places(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
