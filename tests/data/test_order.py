@@ -66,7 +66,10 @@ def test_same_batches(name: str, world: int) -> None:
     assert together(run(make, world)) == plain(make)
 
 
-@pytest.mark.parametrize(("world", "persistent"), [(1, False), (2, False), (3, False), (4, False), (2, True)])
+@pytest.mark.parametrize(
+    ("world", "persistent"),
+    [*(pytest.param(world, False, marks=pytest.mark.long) for world in (1, 2, 4)), (3, False), (2, True)],
+)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_same_batches_with_workers(name: str, world: int, persistent: bool) -> None:
     """torch draws ahead for its workers, and seeds them once or every epoch."""

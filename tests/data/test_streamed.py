@@ -67,7 +67,7 @@ def start_at_ten(worker: int) -> None:
     info.dataset.numbers = [number + 10 * worker for number in info.dataset.numbers]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_worker_init_reaches_the_users_dataset(context: str) -> None:
     make = flow_of(8, num_workers=2, worker_init_fn=start_at_ten, multiprocessing_context=context)
     rank = join(make, 0, 1)

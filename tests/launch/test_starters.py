@@ -78,7 +78,7 @@ def test_the_variables_of_srun_lead_to_the_same_weights(one_process, tmp_path):
     ("fault", "words"),
     [
         ("raise-lingering", r"failed: ValueError: a bad sample at .* in explode\(\) \(step 5\)"),
-        ("exit", r"ends with code 3 at .* in fault\(\)"),
+        pytest.param("exit", r"ends with code 3 at .* in fault\(\)", marks=pytest.mark.long),
     ],
 )
 def test_a_failing_rank_ends_all_under_mpirun(start, fault, words):
@@ -90,7 +90,7 @@ def test_a_failing_rank_ends_all_under_mpirun(start, fault, words):
     assert run.gone_within(1)
 
 
-@pytest.mark.parametrize("case", ["ddp", "zero3"])
+@pytest.mark.parametrize("case", [pytest.param("ddp", marks=pytest.mark.long), "zero3"])
 def test_a_group_and_a_wrapper_of_the_scripts_own_are_adopted(case, one_process, tmp_path):
     command = [sys.executable, *TORCHRUN, OWN, "weights", case]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)

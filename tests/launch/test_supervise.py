@@ -31,12 +31,12 @@ def folder_of(run):
     ("fault", "rank", "words", "code"),
     [
         ("raise", 1, "rank 1 failed first: ValueError: a bad sample", 1),
-        ("raise", 0, "rank 0 failed first: ValueError: a bad sample", 1),
+        pytest.param("raise", 0, "rank 0 failed first: ValueError: a bad sample", 1, marks=pytest.mark.long),
         ("raise-lingering", 1, "rank 1 failed first: ValueError: a bad sample", 1),
         ("foreign-hook", 1, "rank 1 failed first: ValueError: a bad sample", 1),
         ("in-handler", 1, "rank 1 failed first: ValueError: a bad sample", 1),
         ("exit", 1, "rank 1 failed first: exited with code 3 at ", 3),
-        ("hard-exit", 1, "rank 1 failed first: exited with code 4", 4),
+        pytest.param("hard-exit", 1, "rank 1 failed first: exited with code 4", 4, marks=pytest.mark.long),
         ("kill", 1, "rank 1 failed first: was killed by SIGKILL (signal 9), often the out-of-memory killer", 137),
         ("kill", 0, "rank 0 failed first: was killed by SIGKILL (signal 9)", 137),
         (
@@ -85,7 +85,7 @@ def test_killing_the_supervisor_ends_the_ranks(job):
     assert run.gone_within(1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_a_signal_to_the_supervisor_ends_the_run_with_its_code(job, number):
     run = job("forever")
     run.until_running()
