@@ -63,11 +63,12 @@ def topk(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
 
 def randomk(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     count = max(1, round(0.1 * len(values)))
-    drawn = torch.rand(count, generator=torch.Generator().manual_seed(key), dtype=torch.float64).tolist()
+    every = torch.Generator().manual_seed(key)
+    shift = int(torch.randint(len(values), (), generator=every))
     out = torch.zeros_like(values)
-    for k, part in enumerate(drawn):
+    for k, part in enumerate(torch.rand(count, generator=every, dtype=torch.float64).tolist()):
         first, end = k * len(values) // count, (k + 1) * len(values) // count
-        place = first + int(part * (end - first))
+        place = (shift + first + int(part * (end - first))) % len(values)
         out[place] = values[place]
     return out
 

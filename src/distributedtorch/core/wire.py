@@ -22,10 +22,6 @@ TURN = "~"
 """In the name of an exchange: it is the other one of two that are under way at once, and take turns."""
 SMALL = 1024
 """Parameters of fewer elements travel as they are, and so do complex and whole numbers."""
-PIECE = 1 << 18
-"""Numbers that are coded together: a multiple of every block, small beside a processor's cache."""
-WHOLE = 1 << 62
-"""As a piece: all numbers are coded together."""
 
 
 class Wire(ABC):
@@ -110,118 +106,31 @@ def sums(
 class Code(ABC):
     """A form for numbers that takes fewer bytes, the same number of bytes for the same number of elements.
 
-    Many numbers are coded in pieces that stay in the processor's cache, one after the other: large temporaries take
-    ten times as long. `key` is the same on all ranks in one exchange and another in the next; `draw` is drawn from
-    where a rank needs random numbers of its own. Without it numbers are rounded to the nearest: where nothing is summed
-    up over time.
+    `key` is the same on all ranks in one exchange and another in the next; `draw` is drawn from where a rank needs
+    random numbers of its own. Without it numbers are rounded to the nearest: where nothing is summed up over time.
     """
 
     feedback: ClassVar[bool]
     """Whether what it leaves out must be kept for the next time: its rounding is not right on average."""
-    piece: ClassVar[int] = PIECE
-    """How many numbers are coded together."""
 
     @abstractmethod
-    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """The size of a piece's code."""
-
-    @abstractmethod
-    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
-        """The code of a piece, as bytes."""
-
-    @abstractmethod
-    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
-        """The values of a piece."""
-
     def bytes(self, numel: int, dtype: torch.dtype) -> int:
         """The size of a code."""
-        whole, rest = divmod(numel, self.piece)
-        return (whole * self._bytes(self.piece, dtype) if whole else 0) + (self._bytes(rest, dtype) if rest else 0)
 
+    @abstractmethod
     def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         """The code of one-dimensional values, as bytes."""
-        noise = None if draw is None else Noise(draw, values.numel())
-        if 0 < values.numel() <= self.piece:
-            return self._encode(values, key, noise)
-        code = torch.empty(self.bytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device)
-        for piece, part in self._pieces(code, values):
-            part.copy_(self._encode(piece, key, noise))
-        return code
+
+    @abstractmethod
+    def put(self, code: Tensor, out: Tensor, key: int) -> None:
+        """Write the values of a code."""
+
+    @abstractmethod
+    def add(self, code: Tensor, out: Tensor, key: int, *, times: int = 1) -> None:
+        """Add the values of a code so many times."""
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
         """The values of a code."""
         out = torch.empty(numel, dtype=dtype, device=code.device)
         self.put(code, out, key)
         return out
-
-    def put(self, code: Tensor, out: Tensor, key: int) -> None:
-        """Write the values of a code."""
-        for values, part in self._pieces(code, out):
-            values.copy_(self._decode(part, values.numel(), values.dtype, key))
-
-    def add(self, code: Tensor, out: Tensor, key: int, *, times: int = 1) -> None:
-        """Add so many times the values of a code."""
-        for values, part in self._pieces(code, out):
-            values.add_(self._decode(part, values.numel(), values.dtype, key), alpha=times)
-
-    def _pieces(self, code: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Values piece by piece, each with its part of the code."""
-        at = 0
-        for low in range(0, values.numel(), self.piece):
-            piece = values[low : low + self.piece]
-            size = self._bytes(piece.numel(), values.dtype)
-            yield piece, code[at : at + size]
-            at += size
-
-
-class Noise:
-    """Random numbers between 0 and 1 for rounding, each right by itself; pieces after the first share some.
-
-    Drawing them costs more than everything else a code does: no more are drawn than two pieces have, and every piece
-    takes a stretch of them that begins at random.
-    """
-
-    def __init__(self, draw: torch.Generator, numel: int) -> None:
-        self.draw, self.numel = draw, numel
-        self.drawn: Tensor | None = None
-
-    def rows(self, like: Tensor) -> Tensor:
-        """As many as there are numbers in `like`, in rows as long."""
-        count, width = like.shape
-        if self.drawn is None:
-            most = min(blocks_of(self.numel, width), 2 * count)
-            self.drawn = torch.rand(most, width, generator=self.draw, dtype=like.dtype).to(like.device)
-        spare = len(self.drawn) - count
-        first = int(torch.randint(spare + 1, (), generator=self.draw)) if spare else 0
-        return self.drawn[first : first + count]
-
-
-def pack(*parts: Tensor) -> Tensor:
-    """Tensors of any types put one after the other, as bytes."""
-    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
-
-
-def unpack(code: Tensor, *parts: tuple[int, torch.dtype]) -> list[Tensor]:
-    """What `pack` was given, by number of elements and type."""
-    found, at = [], 0
-    for numel, dtype in parts:
-        size = numel * dtype.itemsize
-        found.append(code[at : at + size].clone().view(dtype))  # a copy: views need addresses that fit their type
-        at += size
-    return found
-
-
-def in_blocks(values: Tensor, block: int) -> Tensor:
-    """Values in rows of `block`, the last one filled up with zeros."""
-    missing = -values.numel() % block
-    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block)
-
-
-def blocks_of(numel: int, block: int) -> int:
-    """In how many rows."""
-    return -(-numel // block)
-
-
-def largest(rows: Tensor) -> Tensor:
-    """The largest number of each row, without its sign."""
-    return torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))

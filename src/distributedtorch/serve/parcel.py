@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from distributedtorch.core.wire import SMALL, Code, pack
+from distributedtorch.core.wire import SMALL, Code
 from distributedtorch.serve.board import Refused
 
 _ALIGN, _ENTRY, _PLACE = 64, 16, 8
@@ -89,7 +89,7 @@ def plain(tensor: Tensor) -> Part:
 def rows(tensor: Tensor) -> Part:
     """The rows that a sparse tensor has."""
     tensor = tensor.detach().coalesce()
-    return Form.ROWS, pack(tensor.indices()[0], tensor.values())
+    return Form.ROWS, torch.cat([raw(tensor.indices()[0]), raw(tensor.values())])
 
 
 def key(*words: object) -> int:

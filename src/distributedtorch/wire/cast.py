@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distributedtorch.core.wire import Code, Noise, largest, pack, unpack
+from distributedtorch.wire.pieces import InPieces, Noise, largest, place, typed
 
 
-class Bf16(Code):
+class Bf16(InPieces):
     """Numbers rounded to bfloat16."""
 
     feedback = False
@@ -23,14 +23,14 @@ class Bf16(Code):
     def _bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 2 * numel
 
-    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
-        return pack(values.to(torch.bfloat16))
+    def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
+        place(code, 0, rows.shape[1], torch.bfloat16).copy_(rows)
 
-    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
-        return unpack(code, (numel, torch.bfloat16))[0].to(dtype)
+    def _decode(self, code: Tensor, rows: Tensor) -> None:
+        rows.copy_(typed(code, 0, rows.shape[1], torch.bfloat16))
 
 
-class Fp16(Code):
+class Fp16(InPieces):
     """Numbers divided by the largest of a piece, rounded to float16."""
 
     feedback = False
@@ -38,10 +38,14 @@ class Fp16(Code):
     def _bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 4 + 2 * numel
 
-    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
-        scale = largest(values.view(1, -1)).float()
-        return pack(scale, (values / scale.where(scale > 0, 1.0)).to(torch.float16))
+    def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
+        scale = place(code, 0, 1, torch.float32).copy_(largest(rows).unsqueeze(1))
+        room = room[: rows.numel()].view(rows.shape)
+        place(code, 4, rows.shape[1], torch.float16).copy_(torch.div(rows, scale.where(scale > 0, 1.0), out=room))
 
-    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
-        scale, values = unpack(code, (1, torch.float32), (numel, torch.float16))
-        return values.to(dtype) * scale.to(dtype)
+    def _decode(self, code: Tensor, rows: Tensor) -> None:
+        scale, values = typed(code, 0, 1, torch.float32), typed(code, 4, rows.shape[1], torch.float16)
+        if rows.dtype.itemsize < 4:
+            rows.copy_(values * scale)
+        else:
+            rows.copy_(values).mul_(scale)

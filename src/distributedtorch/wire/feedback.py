@@ -20,7 +20,8 @@ from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.pairs import Posted, Works, wait_all
 from distributedtorch.core.sync import require_like
-from distributedtorch.core.wire import Code, Wire, both, is_plain, largest
+from distributedtorch.core.wire import Code, Wire, both, is_plain
+from distributedtorch.wire.pieces import largest
 
 _SENT, _SUMMED, HOSTS = "sent", "summed", "hosts"
 
@@ -117,10 +118,11 @@ class Sum:
         self.kept = both(name)
         sent = f"{_SENT}/{self.kept}"
         codes = [self._code(f"{sent}/{k}", flat[low:high]) for k, (low, high) in enumerate(pairwise(bounds))]
-        self.parts = [torch.empty(self.sizes[mine], dtype=torch.uint8) for _ in wire.peers]
-        self.parts[mine] = codes[mine]
-        self.sums = [torch.empty(size, dtype=torch.uint8) for size in self.sizes]
-        self.total: Tensor | None = None
+        pool = self.comm.pool
+        self.borrowed = [pool.borrow(self.sizes[mine], torch.uint8) for _ in range(others)]
+        self.parts = [*self.borrowed[:mine], codes[mine], *self.borrowed[mine:]]
+        self.sums = [pool.borrow(size, torch.uint8) for size in self.sizes] if everywhere else []
+        self.borrowed += self.sums
         kind = "all-reduce" if everywhere else "reduce-scatter"
         back = self.sizes[mine] * others if everywhere else 0
         self.comm.count_sent(kind, sum(self.sizes) - self.sizes[mine] + back)
@@ -131,7 +133,7 @@ class Sum:
         self.pending = Pending(self.comm, kind, name)
         self.pending.work = self.posted
         self.comm.pairs.progress.hand_over(self.posted, self._sum_up)
-        self.pending.tail.append(self.land if everywhere else self._keep)
+        self.pending.tail.append(self.land if everywhere else self._end)
 
     def _code(self, which: str, values: Tensor) -> Tensor:
         if not values.numel():
@@ -139,19 +141,19 @@ class Sum:
         return self.wire.reduced(which, values, self.key, self.draw).to("cpu")
 
     def _sum_up(self) -> None:
-        """In a thread: sum this rank's range in rank order, and give the others a code of it."""
+        """In a thread: sum this rank's range in rank order where it lies, and give the others a code of it."""
         wait_all(self.works)
-        mine, code, device = self.place, self.wire.code, self.flat.device
+        mine, code = self.place, self.wire.code
+        total = self.flat[self.bounds[mine] : self.bounds[mine + 1]] if self.out is None else self.out
         if self.sizes[mine]:
-            numel = self.bounds[mine + 1] - self.bounds[mine]
-            self.total = code.decode(self.parts[0].to(device), numel, self.flat.dtype, self.key)
+            code.put(self.parts[0].to(total.device), total, self.key)
             for part in self.parts[1:]:
-                code.add(part.to(device), self.total, self.key)
+                code.add(part.to(total.device), total, self.key)
         if self.everywhere:
             if self.before is not None:
                 self.before.done.wait()
-            if self.total is not None:
-                self.sums[mine] = self._code(f"{_SUMMED}/{self.kept}", self.total)
+            if self.sizes[mine]:
+                self.sums[mine].copy_(self._code(f"{_SUMMED}/{self.kept}", total))
             self.works = self.wire.swap(self.tag, [self.sums[mine]] * len(self.sums), self.sums)
 
     def land(self) -> None:
@@ -161,11 +163,10 @@ class Sum:
             if self.sizes[place]:
                 there = self.flat[self.bounds[place] : self.bounds[place + 1]]
                 self.wire.code.put(code.to(there.device), there, self.key)
+        self._end()
 
-    def _keep(self) -> None:
-        if self.total is not None:
-            mine = self.flat[self.bounds[self.place] : self.bounds[self.place + 1]] if self.out is None else self.out
-            mine.copy_(self.total)
+    def _end(self) -> None:
+        self.comm.pool.give_back(self.borrowed)
 
 
 class _Difference:

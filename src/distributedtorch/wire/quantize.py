@@ -11,19 +11,19 @@ of a batch. Use sign where links are slower still; it needs the kept errors, as 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from distributedtorch.core.wire import Code, Noise, blocks_of, in_blocks, largest, pack, unpack
+from distributedtorch.wire.pieces import InPieces, Noise, blocks_of, in_blocks, largest, place, typed
 
 INT8_BLOCK, SIGN_BLOCK = 256, 2048
 _GATHER = 0x0102_0408_1020_4080
 """Times eight bytes of 0 or 1: their bits in the uppermost byte, the first byte's lowest."""
-_SIGNS = ((torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1) * 2 - 1
-"""The eight signs of each byte."""
 
 
-class Int8(Code):
+class Int8(InPieces):
     """Multiples of a 127th of the block's largest number, rounded up or down at random, or to the nearest."""
 
     feedback = False
@@ -31,21 +31,32 @@ class Int8(Code):
     def _bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 4 * blocks_of(numel, INT8_BLOCK) + numel
 
-    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
-        rows = in_blocks(values, INT8_BLOCK)
-        rows = rows.float() if rows.dtype.itemsize < 4 else rows
-        scale = (largest(rows) / 127).float()
-        steps = rows / scale.where(scale > 0, 1.0).to(rows.dtype).unsqueeze(1)
-        steps += 0.5 if noise is None else noise.rows(steps)
-        whole = steps.floor_().clamp_(-127, 127).to(torch.int8)
-        return pack(scale, whole.view(-1)[: values.numel()])
+    def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
+        blocks = in_blocks(rows.to(room.dtype), INT8_BLOCK)
+        count, steps = len(blocks) // len(rows), room[: blocks.numel()].view(blocks.shape)
+        scale = place(code, 0, count, torch.float32).copy_((largest(blocks) / 127).view(len(rows), -1))
+        step = scale.where(scale > 0, 1.0).to(room.dtype).view(-1, 1)
+        if noise is None:
+            torch.div(blocks, step, out=steps).add_(0.5)
+        else:
+            noise.fill(steps).addcdiv_(blocks, step)
+        whole = steps.floor_().clamp_(-127, 127).view(len(rows), -1)
+        place(code, 4 * count, rows.shape[1], torch.int8).copy_(whole[:, : rows.shape[1]])
 
-    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
-        scale, whole = unpack(code, (blocks_of(numel, INT8_BLOCK), torch.float32), (numel, torch.int8))
-        return (in_blocks(whole.to(dtype), INT8_BLOCK) * scale.to(dtype).unsqueeze(1)).view(-1)[:numel]
+    def _decode(self, code: Tensor, rows: Tensor) -> None:
+        numel, count = rows.shape[1], blocks_of(rows.shape[1], INT8_BLOCK)
+        scale, wide = (
+            typed(code, 0, count, torch.float32).reshape(-1, 1),
+            torch.promote_types(rows.dtype, torch.float32),
+        )
+        whole = in_blocks(typed(code, 4 * count, numel, torch.int8), INT8_BLOCK)
+        if rows.dtype == wide and whole.numel() == rows.numel():
+            rows.view(whole.shape).copy_(whole).mul_(scale)
+        else:
+            rows.copy_(whole.to(wide).mul_(scale).view(len(rows), -1)[:, :numel])
 
 
-class Sign(Code):
+class Sign(InPieces):
     """The sign of each number, and the mean size of a block's numbers."""
 
     feedback = True
@@ -53,17 +64,26 @@ class Sign(Code):
     def _bytes(self, numel: int, dtype: torch.dtype) -> int:
         return 4 * blocks_of(numel, SIGN_BLOCK) + blocks_of(numel, 8)
 
-    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
-        rows = in_blocks(values, SIGN_BLOCK)
-        rows = rows.float() if rows.dtype.itemsize < 4 else rows
-        counts = rows.new_full((len(rows),), SIGN_BLOCK)
-        counts[-1] = values.numel() - SIGN_BLOCK * (len(rows) - 1)
-        scale = (rows.abs().sum(dim=1) / counts).float()
-        eight = in_blocks((values >= 0).to(torch.uint8), 8).view(torch.int64)
-        return pack(scale, (eight * _GATHER >> 56).to(torch.uint8))
+    def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
+        blocks = in_blocks(rows.to(room.dtype), SIGN_BLOCK)
+        count, sizes = len(blocks) // len(rows), room[: blocks.numel()].view(blocks.shape)
+        of_each = sizes.new_full((len(blocks),), SIGN_BLOCK)
+        of_each[-1] -= blocks.numel() - rows.numel()
+        scale = torch.abs(blocks, out=sizes).sum(dim=1).div_(of_each)
+        place(code, 0, count, torch.float32).copy_(scale.view(len(rows), -1))
+        eight = in_blocks((rows >= 0).to(torch.uint8), 8).view(torch.int64)
+        code[:, 4 * count :].copy_((eight * _GATHER >> 56).view(len(rows), -1))
 
-    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
-        blocks = blocks_of(numel, SIGN_BLOCK)
-        scale, packed = unpack(code, (blocks, torch.float32), (blocks_of(numel, 8), torch.uint8))
-        signs = _SIGNS.to(packed.device, dtype).index_select(0, packed.int()).view(-1)[:numel]
-        return (in_blocks(signs, SIGN_BLOCK) * scale.to(dtype).unsqueeze(1)).view(-1)[:numel]
+    def _decode(self, code: Tensor, rows: Tensor) -> None:
+        numel, count = rows.shape[1], blocks_of(rows.shape[1], SIGN_BLOCK)
+        table = _signs(code.device, torch.promote_types(rows.dtype, torch.float32))
+        signs = table.index_select(0, code[:, 4 * count :].reshape(-1).int()).view(len(rows), -1)[:, :numel]
+        scale = typed(code, 0, count, torch.float32).reshape(-1, 1)
+        rows.copy_(in_blocks(signs, SIGN_BLOCK).mul(scale).view(len(rows), -1)[:, :numel])
+
+
+@cache
+def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The eight signs of each byte."""
+    bits = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)) & 1
+    return (bits * 2 - 1).to(dtype)

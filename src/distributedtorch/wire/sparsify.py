@@ -16,17 +16,17 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from distributedtorch.core.wire import PIECE, WHOLE, Code, Noise, pack, unpack
+from distributedtorch.core.wire import Code
+from distributedtorch.wire.pieces import PIECE
 
-_SAMPLE = 64
-"""One of so many numbers is looked at to guess where the largest begin."""
+_SAMPLE = 61
+"""One of so many numbers is looked at to guess where the largest begin; no width of a layer is a multiple of it."""
 
 
 class _Some(Code):
     """A part of the numbers."""
 
     feedback = True
-    piece = WHOLE
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
@@ -46,58 +46,58 @@ class _Some(Code):
     def add(self, code: Tensor, out: Tensor, key: int, *, times: int = 1) -> None:
         out.index_add_(0, *self.read(code, out.numel(), out.dtype, key), alpha=times)
 
-    def _decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
-        return self.decode(code, numel, dtype, key)
-
 
 class TopK(_Some):
     """The numbers that are largest without their signs."""
 
-    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
+    def bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.count(numel) * (4 + dtype.itemsize)
 
-    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         places = _largest_places(values, self.count(values.numel()))
-        return pack(places.to(torch.int32), values[places])
+        return torch.cat([places.to(torch.int32).view(torch.uint8), values[places].view(torch.uint8)])
 
     def read(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> tuple[Tensor, Tensor]:
-        count = self.count(numel)
-        places, values = unpack(code, (count, torch.int32), (count, dtype))
-        return places.long(), values
+        end = 4 * self.count(numel)
+        return code[:end].clone().view(torch.int32).long(), code[end:].clone().view(dtype)  # addresses that fit types
 
 
 class RandomK(_Some):
-    """Numbers at places that all ranks draw alike: one out of every stretch of equal length."""
+    """Numbers at places that all ranks draw alike, each place as likely as any: one out of every stretch of them."""
 
-    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
+    def bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.count(numel) * dtype.itemsize
 
-    def _encode(self, values: Tensor, key: int, noise: Noise | None) -> Tensor:
-        return pack(values[self.places(values.numel(), key).to(values.device)])
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
+        return values[self.places(values.numel(), key).to(values.device)].view(torch.uint8)
 
     def read(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> tuple[Tensor, Tensor]:
-        values = unpack(code, (self.count(numel), dtype))[0]
-        return self.places(numel, key).to(code.device), values
+        return self.places(numel, key).to(code.device), code.clone().view(dtype)
 
     def places(self, numel: int, key: int) -> Tensor:
-        """Where: the same for the same key."""
-        count = self.count(numel)
-        ends = torch.arange(count + 1) * numel // max(count, 1)
-        drawn = torch.rand(count, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
-        return ends[:-1] + (drawn * ends.diff()).long()
+        """Where: the same for the same key. Where the first stretch begins is drawn too."""
+        count, draw = self.count(numel), torch.Generator().manual_seed(key)
+        ends = torch.arange(count + 1) * numel // max(count, 1) + torch.randint(max(numel, 1), (), generator=draw)
+        drawn = torch.rand(count, generator=draw, dtype=torch.float64)
+        return (ends[:-1] + (drawn * ends.diff()).long()) % max(numel, 1)
 
 
 def _largest_places(values: Tensor, count: int) -> Tensor:
     """Where the `count` largest are, without their signs.
 
     Of many numbers only those are sorted that are not below a bound, which a sample gives: what is not a number is
-    among them. Where they are fewer than asked for, or very many, all are sorted.
+    among them. Where the bound is zero, or they are fewer than asked for or very many, all are sorted.
     """
-    if values.numel() > 4 * PIECE and values.device.type == "cpu":
+    most = values.numel() // 4
+    if values.numel() > 4 * PIECE and 4 * count < most and values.device.type == "cpu":
         sample = values[::_SAMPLE].abs()
-        bound = sample.topk(min(len(sample), 2 * count // _SAMPLE + 1), sorted=False).values.amin()
-        pieces = enumerate(values.split(PIECE))
-        found = torch.cat([(~(piece.abs() < bound)).nonzero().view(-1) + number * PIECE for number, piece in pieces])
-        if count <= len(found) < values.numel() // 4:
-            return found[values[found].abs().topk(count, sorted=False).indices]
+        bound = sample.topk(2 * count // _SAMPLE + 1, sorted=False).values.amin()
+        found: list[Tensor] = []
+        for number, piece in enumerate(values.split(PIECE) if bound > 0 else ()):
+            found.append((~(piece.abs() < bound)).nonzero().view(-1) + number * PIECE)
+            if sum(map(len, found)) > most:
+                break
+        if count <= sum(map(len, found)) <= most:
+            places = torch.cat(found)
+            return places[values[places].abs().topk(count, sorted=False).indices]
     return values.abs().topk(count, sorted=False).indices

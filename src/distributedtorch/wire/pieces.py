@@ -1,0 +1,135 @@
+"""Codes that are made piece by piece, for pieces that stay in the processor's cache.
+
+Every step of a code's arithmetic writes a temporary. As large as a bucket it is fresh memory each time, whose pages the
+kernel has to give first: that takes several times as long as the arithmetic. So all pieces share one room for what is
+on the way. On accelerators, where torch keeps memory, all pieces are coded at once: to the same bytes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from distributedtorch.core.wire import Code
+
+PIECE = 1 << 18
+"""Numbers that are coded together."""
+_UNIT = 2048
+"""Blocks of every code fill this up."""
+
+
+class InPieces(Code):
+    """A code of many numbers: the codes of its pieces, one after the other."""
+
+    piece: ClassVar[int] = PIECE
+
+    @abstractmethod
+    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The size of a piece's code."""
+
+    @abstractmethod
+    def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
+        """Write the code of each row, a piece, into a row of bytes; `room`: for as many numbers, in whole units."""
+
+    @abstractmethod
+    def _decode(self, code: Tensor, rows: Tensor) -> None:
+        """Write the numbers of each row of bytes into a row."""
+
+    def bytes(self, numel: int, dtype: torch.dtype) -> int:
+        whole, rest = divmod(numel, self.piece)
+        return (whole * self._bytes(self.piece, dtype) if whole else 0) + (self._bytes(rest, dtype) if rest else 0)
+
+    def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
+        noise = None if draw is None else Noise(draw)
+        code = torch.empty(self.bytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device)
+        room = self._room(values, torch.promote_types(values.dtype, torch.float32))
+        for rows, part in self._rows(values, code):
+            self._encode(rows, part, room[: _whole(rows.numel())], noise)
+        return code
+
+    def put(self, code: Tensor, out: Tensor, key: int) -> None:
+        for rows, part in self._rows(out, code):
+            self._decode(part, rows)
+
+    def add(self, code: Tensor, out: Tensor, key: int, *, times: int = 1) -> None:
+        room = self._room(out, out.dtype)
+        for rows, part in self._rows(out, code):
+            found = room[: rows.numel()].view(rows.shape)
+            self._decode(part, found)
+            rows.add_(found, alpha=times)
+
+    def _room(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        most = min(values.numel(), self.piece) if values.device.type == "cpu" else values.numel()
+        return torch.empty(_whole(most), dtype=dtype, device=values.device)
+
+    def _rows(self, values: Tensor, code: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the pieces, those that are computed at once as rows, with views of their codes."""
+        whole, size = values.numel() // self.piece, self._bytes(self.piece, values.dtype)
+        at_once = 1 if values.device.type == "cpu" else max(1, whole)
+        for first in range(0, whole, at_once):
+            yield (
+                values[first * self.piece : (first + at_once) * self.piece].view(at_once, self.piece),
+                code[first * size : (first + at_once) * size].view(at_once, size),
+            )
+        if values.numel() % self.piece:
+            yield values[whole * self.piece :].view(1, -1), code[whole * size :].view(1, -1)
+
+
+class Noise:
+    """Random numbers between 0 and 1 for rounding, independent inside a piece and, any two of them, between pieces.
+
+    Drawing them would cost more than everything else. So those of the first piece serve the others too, each row of
+    them moved round by one number of its own.
+    """
+
+    def __init__(self, draw: torch.Generator) -> None:
+        self.draw = draw
+        self.drawn: Tensor | None = None
+
+    def fill(self, rows: Tensor) -> Tensor:
+        """Fill the rows of a piece, or of several; all calls but the last have as many."""
+        height = min(len(rows), PIECE // rows.shape[1])
+        if self.drawn is None:
+            self.drawn = torch.rand(height, rows.shape[1], generator=self.draw, dtype=rows.dtype).to(rows.device)
+            if height == len(rows):
+                return rows.copy_(self.drawn)
+        moved = torch.rand(len(rows) // height, height, 1, generator=self.draw, dtype=rows.dtype).to(rows.device)
+        torch.add(self.drawn[:height], moved, out=rows.view(-1, height, rows.shape[1])).frac_()
+        return rows
+
+
+def place(code: Tensor, first: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """So many numbers of each row of a code, from a byte on, to write to: a code of one's own begins where all fit."""
+    part = code[:, first : first + columns * dtype.itemsize]
+    return part[0].view(dtype).unsqueeze(0) if len(part) == 1 else part.view(dtype)
+
+
+def typed(code: Tensor, first: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """The same to read: a copy where the code lies at an address that does not fit the type."""
+    if (code.data_ptr() + first) % dtype.itemsize or (code.storage_offset() + first) % dtype.itemsize:
+        return place(code[:, first:].clone(memory_format=torch.contiguous_format), 0, columns, dtype)
+    return place(code, first, columns, dtype)
+
+
+def in_blocks(rows: Tensor, block: int) -> Tensor:
+    """Rows cut into rows of `block`, the last one of a single row filled up with zeros."""
+    missing = -rows.shape[1] % block
+    return (torch.nn.functional.pad(rows, (0, missing)) if missing else rows).reshape(-1, block)
+
+
+def blocks_of(numel: int, block: int) -> int:
+    """In how many rows."""
+    return -(-numel // block)
+
+
+def largest(rows: Tensor) -> Tensor:
+    """The largest number of each row, without its sign."""
+    return torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))
+
+
+def _whole(numel: int) -> int:
+    return _UNIT * blocks_of(numel, _UNIT)
