@@ -19,7 +19,7 @@ from distributedtorch.data.balance import Balance
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream, serve_all_loaders
-from distributedtorch.launch import fork
+from distributedtorch.launch import fork, reserve
 from distributedtorch.launch.adopt import check as check_group
 from distributedtorch.launch.adopt import unwrapped
 from distributedtorch.launch.place import find
@@ -29,6 +29,7 @@ from distributedtorch.run import RUN
 from distributedtorch.sync import batchnorm
 from distributedtorch.sync.divided import fence
 from distributedtorch.sync.sparse import tables
+from distributedtorch.values import device
 from distributedtorch.verify import record as verify_record
 
 
@@ -74,12 +75,14 @@ def distribute(
     precision.check(given.models, effective)
     fill = _filling(given, weights)
     if plain:
+        reserve.keep(_devices(given), world.comm, 1)
         fill(world, "ddp")
         result = _attach_plain(objects, given, effective, world)
         report.line(effective, origin, world, [], batchnorms=0, workers=workers)
         _remember(effective, given)
         return result
     join_world()
+    reserve.keep(_devices(given), world.comm, world.local_size)
     if effective.apart:
         apart.part(given, effective, world)
     result, loaders = _attach(objects, given, effective, world, fill)
@@ -225,6 +228,12 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
             attach.frozen(given.models, partial(recipes.divide_frozen, models=given.models, plan=plan, world=world))
         elif plan.share:
             attach.frozen(given.models, partial(recipes.keep_once, world=world))
+
+
+def _devices(given: inspect.Given) -> set[torch.device]:
+    """Where the models are, or will be."""
+    found = {param.device for model in given.models for param in model.parameters()}
+    return {device() if one.type == "meta" else one for one in found} or {device()}
 
 
 Fill = Callable[[World, str], None]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import LaunchError
 from distributedtorch.launch import reserve
-from distributedtorch.launch.place import find
 from tests import forked
 from tests.launch.conftest import Run
 
@@ -23,14 +24,16 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What one test asks for is not there for the next."""
-    for name in (reserve.RESERVE, reserve._HIDDEN, reserve._VISIBLE):
+    """On the CPU; what one test asks for is not there for the next."""
+    monkeypatch.setenv(reserve._VISIBLE, "")
+    for name in (reserve.RESERVE, reserve._HIDDEN):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    before, hook = resource.getrlimit(resource.RLIMIT_DATA), reserve.sys.excepthook
+    before, hook = resource.getrlimit(resource.RLIMIT_DATA), sys.excepthook
     yield
     resource.setrlimit(resource.RLIMIT_DATA, before)
-    reserve.sys.excepthook, reserve._held.said = hook, ""
+    sys.excepthook = hook
+    reserve._said.clear()
 
 
 def leave(gib_each: float, ranks: int) -> str:
@@ -66,16 +69,16 @@ def test_the_command(start: Callable[..., Run]) -> None:
     words = ("-m", "distributedtorch", "run", "--workers", 2, "--reserve")
     run = start(*words, leave(1.0, 2), Path(__file__).with_name("reserve_job.py"), 4096)
     assert run.end() == 1
-    assert "rank 1 failed first" in run.err and f"\n  {reserve.RESERVE}: " in run.err
+    assert "rank 1 failed first" in run.err and f"  {reserve.RESERVE}: " in run.err
     run = start(*words, "memory=all", "train.py")
-    assert run.end() != 0 and "'memory=all' in DISTRIBUTEDTORCH_RESERVE" in run.err
+    assert run.end() != 0 and "'memory=all' as what to leave to other jobs" in run.err
 
 
 @pytest.mark.parametrize(
     "text", ["memory", "memory=8", "memory=-1GiB", "memory=0GiB", "devices=0", "devices=1,devices=1", "cores=1", "8GiB"]
 )
 def test_requests_that_say_something_else(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"in DISTRIBUTEDTORCH_RESERVE\n  needed"):
+    with pytest.raises(LaunchError, match=r"as what to leave to other jobs\n  needed"):
         reserve.parse(text)
 
 
@@ -84,10 +87,53 @@ def test_requests() -> None:
     assert reserve.parse("devices=2, memory=1.5GiB") == reserve.Reserve(devices=2, memory=3 * GIB // 2)
 
 
+CPU = torch.device("cpu")
+
+
 def test_too_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(reserve.RESERVE, leave(0.1, 2))
-    with pytest.raises(LaunchError, match=r"0\.1 GiB for each of 2 ranks\n  needed: for each at least 0\.\d GiB"):
-        reserve.limit_memory(replace(find(), local_world=2))
+    with pytest.raises(LaunchError, match=r"0\.1 GiB for each of 2 ranks\n  needed: for each \d\.\d GiB: .* mapped"):
+        reserve.keep({CPU}, Comm(0, 1), 2)
+
+
+def test_a_limit_that_is_there_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft = reserve._mapped() + GIB
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    monkeypatch.setenv(reserve.RESERVE, leave(8.0, 1))
+    reserve.keep({CPU}, Comm(0, 1), 1)
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == soft
+    assert f"{soft / GIB:.1f} GiB for each rank" in reserve.spoken()
+
+
+def test_the_smallest_limit_of_all_control_groups_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal:       25165824 kB\nMemFree: 1 kB",
+        "/proc/self/cgroup": "4:cpu,memory:/a/b\n0::/slurm/job/step",
+        "/sys/fs/cgroup/slurm/job/step/memory.max": "max",
+        "/sys/fs/cgroup/slurm/job/memory.max": str(8 * GIB),
+        "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": str(6 * GIB),
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": str(1 << 63),
+    }
+
+    def read(self: Path) -> str:
+        if str(self) not in files:
+            raise FileNotFoundError(self)
+        return files[str(self)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert reserve._host_memory() == 6 * GIB
+    del files["/sys/fs/cgroup/memory/a/memory.limit_in_bytes"]
+    assert reserve._host_memory() == 8 * GIB
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, counted: int | None = None) -> None:
+    """A host of four GPUs, of which so many are counted by CUDA, those that are visible where none is said."""
+    monkeypatch.setenv(reserve._VISIBLE, visible or "")
+    if visible is None:
+        monkeypatch.delenv(reserve._VISIBLE)
+    count = lambda: len(os.environ.get(reserve._VISIBLE, "0,1,2,3").split(","))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    monkeypatch.setattr(torch.accelerator, "device_count", count if counted is None else lambda: counted)
 
 
 @pytest.mark.parametrize(
@@ -95,36 +141,43 @@ def test_too_little_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     [(None, 1, "0,1,2"), ("3,5,7,1", 3, "3"), ("GPU-a,GPU-b,GPU-c,GPU-d", 2, "GPU-a,GPU-b")],
 )
 def test_devices_are_hidden_once(visible: str | None, asked: int, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if visible:
-        monkeypatch.setenv(reserve._VISIBLE, visible)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(os.environ.get(reserve._VISIBLE, "0,1,2,3").split(",")))
+    gpus(monkeypatch, visible)
     monkeypatch.setenv(reserve.RESERVE, f"devices={asked}")
     for _ in range(2):  # as in a process that this one starts
         reserve.hide_devices()
         assert os.environ[reserve._VISIBLE] == left
     assert reserve.spoken() == f"{asked} of 4 GPUs left to others"
+    reserve.keep({CPU}, Comm(0, 1), 1)
 
 
-def test_no_device_would_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_no_device_would_be_left_or_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, "0,1", counted=2)
     monkeypatch.setenv(reserve.RESERVE, "devices=2")
     with pytest.raises(LaunchError, match="devices=2 on a host where 2 GPUs are visible"):
         reserve.hide_devices()
     monkeypatch.setenv(reserve.RESERVE, "devices=1")
-    with pytest.raises(LaunchError, match="or start with CUDA_VISIBLE_DEVICES=0"):  # the count does not follow
-        reserve.hide_devices()
+    reserve.hide_devices()
+    with pytest.raises(LaunchError, match="or start with CUDA_VISIBLE_DEVICES=0"):  # CUDA still sees both
+        reserve.keep({CPU}, Comm(0, 1), 1)
 
 
-@pytest.mark.parametrize(("device", "ranks", "each"), [(0, 2, 64), (1, 3, 64), (0, 3, 32), (0, 1, 64)])
-def test_ranks_of_a_gpu_divide_it(device: int, ranks: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_to: list[tuple[float, int]] = []
+@pytest.mark.parametrize(
+    ("others", "each"),
+    [([], 64), (["uuid-9", "uuid-8"], 64), (["uuid-0", "uuid-9"], 32), (["uuid-0 uuid-1", "uuid-0", "uuid-0"], 16)],
+)
+def test_ranks_of_a_gpu_divide_it(others: list[str], each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the GPU is, not by its number: each rank may see one GPU only, and call it 0."""
+    set_to: list[tuple[float, torch.device]] = []
     for name, value in {
-        "current_device": lambda: device,
-        "device_count": lambda: 2,
+        "get_device_properties": lambda device: SimpleNamespace(uuid=f"uuid-{device.index}"),
         "mem_get_info": lambda _: (10 * GIB, 80 * GIB),
         "set_per_process_memory_fraction": lambda *given: set_to.append(given),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    reserve._limit_gpu(16 * GIB, replace(find(), local_world=ranks))
+    comm = Comm(0, 1 + len(others))
+    monkeypatch.setattr(comm, "bytes_of_all", lambda name, mine: [mine, *(one.encode() for one in others)])
+    monkeypatch.setenv(reserve.RESERVE, "memory=16GiB")
+    device = torch.device("cuda", 0)
+    reserve.keep({device}, comm, 4)
     assert set_to == [(each / 80, device)]
-    assert reserve.spoken() == f"16.0 GiB of each GPU left to others, {each}.0 GiB for each rank"
+    assert reserve.spoken() == f"16.0 GiB of cuda:0 left to others, {each}.0 GiB for each rank"

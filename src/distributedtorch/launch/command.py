@@ -30,11 +30,11 @@ def act(arguments: argparse.Namespace) -> int:
     """Start the processes, see them through, and give the exit code."""
     if arguments.plan is not None:
         Plan.parse(arguments.plan).check(arguments.workers)
-    if arguments.reserve is not None:
+    if wanted := arguments.reserve or os.environ.get("DISTRIBUTEDTORCH_RESERVE"):
         from distributedtorch.launch import reserve  # with torch, for which the command does not wait otherwise
 
-        reserve.parse(arguments.reserve)
-        os.environ[reserve.RESERVE] = arguments.reserve
+        reserve.parse(wanted)
+        os.environ[reserve.RESERVE] = wanted
     command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     script = None if arguments.module else arguments.script
     return supervise(

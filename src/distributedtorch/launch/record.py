@@ -270,7 +270,7 @@ def raised(error: BaseException) -> None:
     _write(
         "raised",
         type=type(culprit).__name__,
-        message="\n".join([str(culprit), *getattr(culprit, "__notes__", [])]),
+        message=str(culprit),
         traceback="".join(traceback.format_exception(culprit, chain=False)),
         where=where.of_traceback(culprit.__traceback__),
         code=1,

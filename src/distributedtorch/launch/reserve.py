@@ -1,15 +1,16 @@
-"""What a job leaves to other jobs of its hosts: whole devices, and memory of those it computes on.
+"""What a job leaves to other jobs of its hosts: whole GPUs, and memory of the devices it computes on.
 
-`DISTRIBUTEDTORCH_RESERVE="devices=1,memory=8GiB"` on a host, or `dtorch run --reserve`, read at import:
+`DISTRIBUTEDTORCH_RESERVE="devices=1,memory=8GiB"` on a host, or `dtorch run --reserve`:
 
-- devices: the last so many GPUs of the host are hidden from this process and from those it starts.
-- memory: so much of every GPU in use, or of the host where ranks compute on the CPU, is not taken. What is left is
-  divided by the ranks there. A rank that asks for more gets the error of an allocation that failed, in which its script
-  can still save; nothing is killed.
+- devices: the last so many GPUs are hidden from this process and from those it starts, when the library is imported.
+- memory: from `dt.distribute` on, so much of every GPU that a model is on, or of the host where models are on the CPU,
+  is not taken by the ranks together; each has an equal part of the rest. One that asks for more gets the error of an
+  allocation that failed, before the kernel has to end some process of the host.
 
-On the CPU the limit is the kernel's on private memory (RLIMIT_DATA): memory that is mapped counts, used or not; what
-ranks share, and the page cache, do not; each worker of a DataLoader has such a limit for itself. On a GPU it is the
-allocator's of torch: the CUDA context, a few hundred MiB a process, is not in it.
+On the CPU the limit is the kernel's on a process's private memory (RLIMIT_DATA). It counts what is mapped, used or not.
+It does not count what ranks share (buffers of their exchanges, parameters under `share`) nor the page cache; each
+worker of a DataLoader has such a limit for itself; threads of libraries that get no memory may end the process without
+an exception. On a GPU the limit is that of torch's allocator: the CUDA context of each process is not in it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,19 +26,18 @@ from typing import Any
 
 import torch
 
+from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import LaunchError, explain
-from distributedtorch.core.world import accelerator
-from distributedtorch.launch.place import Place
 
 RESERVE = "DISTRIBUTEDTORCH_RESERVE"
 _HIDDEN = "DISTRIBUTEDTORCH_RESERVED_DEVICES"
-"""Set where devices are hidden already, by this process or by the one that started it: how many of how many."""
+"""How many GPUs of how many are hidden already, by this process or by the one that started it."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _FAILED = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "can't start new thread")
 """How torch, Python and the kernel say that memory was refused."""
-_TO_BEGIN = 256 << 20
-"""What a rank maps, beside what it has after the import, before it has trained anything (155 MiB were measured)."""
+_TO_BEGIN, _STACK = 256 << 20, 8 << 20
+"""What a rank maps before it has trained anything (155 MiB were measured), and for each of its threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,95 +46,11 @@ class Reserve:
 
     devices: int = 0
     memory: int = 0
-    """Bytes, of each device in use."""
+    """Bytes, of each device."""
 
 
-@dataclass(kw_only=True)
-class _Held:
-    """What holds in this process."""
-
-    said: str = ""
-    """For the printed line, and beside an allocation that failed."""
-
-
-_held = _Held()
-
-
-def spoken() -> str:
-    """What is left to others, for the printed line; empty where nothing is."""
-    hidden = os.environ.get(_HIDDEN, "")
-    return ", ".join(filter(None, [f"{hidden} GPUs left to others" if hidden else "", _held.said]))
-
-
-def hide_devices() -> None:
-    """Hide reserved GPUs, before anything asks CUDA which there are. Once, also over processes that start others.
-
-    Raises:
-        LaunchError: The request cannot be read, or leaves no device, or comes too late.
-    """
-    count = parse(os.environ.get(RESERVE, "")).devices
-    if not count or _HIDDEN in os.environ:
-        return
-    there = torch.cuda.device_count()  # by NVML: CUDA itself would look only once
-    if count >= there:
-        given = f"{RESERVE} with devices={count} on a host where {there} GPUs are visible"
-        raise LaunchError(explain(given, "one device or more that is left to use", "reserve fewer, or none"))
-    names = os.environ.get(_VISIBLE, ",".join(map(str, range(there)))).split(",")
-    left = ",".join(names[: there - count])
-    os.environ[_VISIBLE] = left
-    if torch.cuda.is_initialized() or torch.cuda.device_count() != there - count:
-        given = f"{RESERVE} with devices={count}, after this process has begun to use CUDA"
-        raise LaunchError(explain(given, "import distributedtorch first", f"do so, or start with {_VISIBLE}={left}"))
-    os.environ[_HIDDEN] = f"{count} of {there}"
-
-
-def limit_memory(place: Place) -> None:
-    """Hold this rank to its part of what is not reserved.
-
-    Raises:
-        LaunchError: The request cannot be read, or leaves too little.
-    """
-    kept = parse(os.environ.get(RESERVE, "")).memory
-    if not kept:
-        return
-    kind = accelerator()
-    if kind == "cpu":
-        _limit_host(kept, place.local_world)
-    elif kind == "cuda":
-        _limit_gpu(kept, place)
-    else:
-        given = f"{RESERVE} with memory= on a host that computes on {kind}"
-        raise LaunchError(explain(given, "CUDA, or the CPU", "leave memory= out there"))
-    sys.excepthook = _hook(sys.excepthook)
-
-
-def _limit_host(kept: int, ranks: int) -> None:
-    import resource  # not there on Windows
-
-    total = _host_memory()
-    each, taken = (total - kept) // ranks, _mapped()
-    if each < taken + _TO_BEGIN:
-        needs = f"at least {_gib(taken + _TO_BEGIN)}, without a model"
-        raise LaunchError(_too_little(kept, total, each, ranks, needs))
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (each if hard == resource.RLIM_INFINITY else min(each, hard), hard))
-    _held.said = f"{_gib(kept)} of the host left to others, {_gib(each)} for each rank"
-
-
-def _limit_gpu(kept: int, place: Place) -> None:
-    device, count = torch.cuda.current_device(), torch.cuda.device_count()
-    total = torch.cuda.mem_get_info(device)[1]
-    ranks = len(range(device, place.local_world, count)) or 1
-    each = (total - kept) // ranks
-    if each <= 0:
-        raise LaunchError(_too_little(kept, total, each, ranks, "what a model takes"))
-    torch.cuda.set_per_process_memory_fraction(each / total, device)
-    _held.said = f"{_gib(kept)} of each GPU left to others, {_gib(each)} for each rank"
-
-
-def _too_little(kept: int, total: int, each: int, ranks: int, needs: str) -> str:
-    given = f"{RESERVE} with memory={_gib(kept)} of {_gib(total)}: {_gib(max(each, 0))} for each of {ranks} ranks"
-    return explain(given, f"for each {needs}", "reserve less, or start fewer ranks")
+_said: list[str] = []
+"""What holds in this process, for the printed line and beside an allocation that failed."""
 
 
 def parse(text: str) -> Reserve:
@@ -149,42 +65,139 @@ def parse(text: str) -> Reserve:
         size = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB|TiB)", value) if key == "memory" else None
         if size:
             amount = int(float(size[1]) * _UNITS[size[2]])
-        elif key == "devices" and value.isdecimal():
-            amount = int(value)
         else:
-            amount = 0
+            amount = int(value) if key == "devices" and value.isdecimal() else 0
         if not amount or key in found:
-            do = f"write {RESERVE}=devices=1,memory=8GiB, or one of the two"
-            raise LaunchError(explain(f"{part!r} in {RESERVE}", "devices= and a count, memory= and MiB or GiB", do))
+            needed = "devices= and a count, memory= and a number of MiB, GiB or TiB"
+            do = "say devices=1,memory=8GiB, or one of the two"
+            raise LaunchError(explain(f"{part!r} as what to leave to other jobs", needed, do))
         found[key] = amount
     return Reserve(**found)
+
+
+def spoken() -> str:
+    """What is left to others, for the printed line; empty where nothing is."""
+    hidden = f"{os.environ[_HIDDEN]} GPUs left to others" if _HIDDEN in os.environ else ""
+    return ", ".join(filter(None, [hidden, *_said]))
+
+
+def hide_devices() -> None:
+    """Hide reserved GPUs, before anything opens CUDA. Once, also over processes that start others.
+
+    Raises:
+        LaunchError: The request cannot be read, or leaves no device.
+    """
+    count = parse(os.environ.get(RESERVE, "")).devices
+    there = torch.cuda.device_count() if count else 0  # by NVML, which opens nothing
+    if not count or os.environ.get(_HIDDEN) == f"{count} of {there + count}":
+        return
+    if count >= there:
+        given = f"{RESERVE} with devices={count} on a host where {there} GPUs are visible"
+        raise LaunchError(explain(given, "one device or more that is left to use", "reserve fewer, or none"))
+    names = os.environ.get(_VISIBLE, ",".join(map(str, range(there)))).split(",")
+    os.environ[_VISIBLE] = ",".join(names[: there - count])
+    os.environ[_HIDDEN] = f"{count} of {there}"
+
+
+def keep(devices: Iterable[torch.device], comm: Comm, local_ranks: int) -> None:
+    """Hold this rank to its part of what is not reserved, from the first call on. A group call.
+
+    Args:
+        devices: Where its models are.
+        comm: All ranks.
+        local_ranks: How many of them this host has.
+
+    Raises:
+        LaunchError: The request leaves too little, or CUDA was opened before devices could be hidden.
+    """
+    asked = parse(os.environ.get(RESERVE, ""))
+    used = {device if device.index is not None else torch.device(device.type, 0) for device in devices}
+    if asked.devices and torch.accelerator.device_count() != len(os.environ[_VISIBLE].split(",")):
+        given = f"{RESERVE} with devices={asked.devices}, after this process has begun to use CUDA"
+        do = f"import distributedtorch first, or start with {_VISIBLE}={os.environ[_VISIBLE]}"
+        raise LaunchError(explain(given, "devices hidden before CUDA is opened", do))
+    gpus = {str(torch.cuda.get_device_properties(device).uuid): device for device in used if device.type == "cuda"}
+    mine = " ".join(gpus)
+    everyone = [mine] if comm.alone else [raw.decode() for raw in comm.bytes_of_all("devices", mine.encode())]
+    if not asked.memory or _said:
+        return
+    for name, device in gpus.items():
+        _limit_gpu(device, asked.memory, sum(name in one.split() for one in everyone))
+    if not gpus:
+        _limit_host(asked.memory, local_ranks)
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+
+
+def _limit_gpu(device: torch.device, kept: int, ranks: int) -> None:
+    total = torch.cuda.mem_get_info(device)[1]
+    each = (total - kept) // ranks
+    if each <= 0:
+        raise LaunchError(_too_little(kept, total, each, ranks, "what a model takes"))
+    torch.cuda.set_per_process_memory_fraction(each / total, device)
+    _said.append(f"{_gib(kept)} of {device} left to others, {_gib(each)} for each rank")
+
+
+def _limit_host(kept: int, ranks: int) -> None:
+    if sys.platform != "linux":
+        given = f"{RESERVE} with memory= on {sys.platform}"
+        raise LaunchError(explain(given, "Linux, or models on a GPU", "leave memory= out"))
+    import resource  # not there on Windows
+
+    total, taken = _host_memory(), _mapped()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    each = min(((total - kept) // ranks, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)))
+    least = taken + _TO_BEGIN + _STACK * torch.get_num_threads()
+    if each < least:
+        raise LaunchError(_too_little(kept, total, each, ranks, f"{_gib(least)}: {_gib(taken)} are mapped already"))
+    resource.setrlimit(resource.RLIMIT_DATA, (each, hard))
+    _said.append(f"{_gib(kept)} of the host left to others, {_gib(each)} for each rank")
+
+
+def _too_little(kept: int, total: int, each: int, ranks: int, needs: str) -> str:
+    given = f"{RESERVE} with memory={_gib(kept)} of {_gib(total)}: {_gib(max(each, 0))} for each of {ranks} ranks"
+    return explain(given, f"for each {needs}", "reserve less, or start fewer ranks")
 
 
 def remark(error: BaseException) -> None:
     """Say beside a failed allocation what may have refused it."""
     refused = isinstance(error, MemoryError) or any(words in str(error) for words in _FAILED)
-    said = f"  {RESERVE}: {_held.said}"
-    if refused and _held.said and said not in getattr(error, "__notes__", []):
-        error.add_note(said)
+    if refused and _said:
+        error.add_note(f"  {RESERVE}: {', '.join(_said)}")
 
 
-def _hook(previous: Callable[..., Any]) -> Callable[..., None]:
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+class _Hook:
+    """An excepthook that remarks first."""
+
+    def __init__(self, previous: Callable[..., Any]) -> None:
+        self.previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         remark(error)
-        previous(kind, error, trace)
-
-    return hook
+        self.previous(kind, error, trace)
 
 
 def _host_memory() -> int:
-    """What this host has, or what its control group lets this job take."""
+    """What this host has, or less where a control group that this process is in lets it take less."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total = int(fields["MemTotal"].split()[0]) << 10
-    for group in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = Path(group)
-        text = limit.read_text().strip() if limit.exists() else ""
-        total = min(total, int(text)) if text.isdecimal() else total
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, kinds, path = line.split(":", 2)
+        for group in (Path(path), *Path(path).parents):
+            if number == "0":
+                total = min(total, _limit(Path("/sys/fs/cgroup") / str(group).lstrip("/") / "memory.max"))
+            elif "memory" in kinds.split(","):
+                file = Path("/sys/fs/cgroup/memory") / str(group).lstrip("/") / "memory.limit_in_bytes"
+                total = min(total, _limit(file))
     return total
+
+
+def _limit(file: Path) -> int:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        text = ""
+    return int(text) if text.isdecimal() else sys.maxsize
 
 
 def _mapped() -> int:

@@ -36,14 +36,12 @@ def prepare() -> Place:
             joined=place.world == 1,
         )
     )
+    record.install(place)
     reserve.hide_devices()
     if place.launcher == "none":
-        reserve.limit_memory(place)
         return place
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(place.local_rank % torch.accelerator.device_count())
-    record.install(place)
-    reserve.limit_memory(place)
     if place.launcher != "dtorch" and place.rank > 0:
         _to_log(place)
     if place.launcher in ("mpirun", "srun"):
