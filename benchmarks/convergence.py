@@ -111,11 +111,12 @@ def run(plan: str, seed: int, steps: int, kind: str, lr: float, *, device: str) 
     return dict(json.loads(found[0][4:])) if found else row
 
 
-def known(path: Path) -> list[dict[str, Any]]:
+def known(path: Path, device: str) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     stored = json.loads(path.read_text())
-    return stored["rows"] if stored["machine"]["commit"] == machine()["commit"] else []
+    same = (stored["machine"]["commit"], stored["machine"]["device"]) == (machine()["commit"], device)
+    return [row for row in stored["rows"] if "loss" in row] if same else []
 
 
 def main() -> int:
@@ -134,7 +135,7 @@ def main() -> int:
     if given.inside:
         inside(given.inside, given.seeds, given.steps, kind, *rates)
         return 0
-    rows = known(given.out)
+    rows = known(given.out, given.device)
     have = {(row["plan"], row["seed"], *_kind(row), row["lr"]) for row in rows if "loss" in row}
     seeds = range(given.seeds)
     wanted = [(plan, seed, given.steps, kind, lr) for seed in seeds for plan in given.plans for lr in rates]
@@ -154,7 +155,9 @@ def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """By plan, steps, optimizer and its rate: mean loss over seeds, over ddp's best of the same seeds, and bytes."""
     found = []
     there = [row for row in rows if "loss" in row]
-    ddp = sorted((row for row in there if row["plan"] == "ddp"), key=lambda row: -row["loss"])
+    ddp = sorted(
+        (row for row in there if row["plan"] == "ddp" and math.isfinite(row["loss"])), key=lambda r: -r["loss"]
+    )
     plain = {(row["seed"], *_kind(row)): row for row in ddp}
     for plan, kind, lr in dict.fromkeys((row["plan"], _kind(row), row["lr"]) for row in there):
         alike = [r for r in there if (r["plan"], _kind(r), r["lr"]) == (plan, kind, lr)]

@@ -233,7 +233,7 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
 def _devices(given: inspect.Given) -> set[torch.device]:
     """Where the models are, or will be."""
     found = {param.device for model in given.models for param in model.parameters()}
-    return {device() if one.type == "meta" else one for one in found} or {device()}
+    return {device() if one.type == "meta" else one for one in found}
 
 
 Fill = Callable[[World, str], None]

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from distributedtorch.core.comm import Comm
 from distributedtorch.core.wire import Code
 from distributedtorch.wire import sparsify
 from distributedtorch.wire.cast import Bf16, Fp16
+from distributedtorch.wire.feedback import Coded
 from distributedtorch.wire.pieces import PIECE, InPieces, Noise
 from distributedtorch.wire.quantize import Int8, Sign
 from distributedtorch.wire.sparsify import RandomK, TopK
@@ -61,6 +63,9 @@ def test_pieces_are_coded_each_by_itself(code: InPieces) -> None:
     rows, at_once = values[: 2 * PIECE].view(2, PIECE), torch.stack(made[:2]).zero_()
     code._encode(rows, at_once, torch.empty(2 * PIECE), None)
     assert torch.equal(at_once, torch.stack(made[:2]))
+    drawn = at_once.clone()
+    code._encode(rows, drawn, torch.empty(2 * PIECE), Noise(torch.Generator().manual_seed(1)))
+    assert torch.equal(drawn.view(-1), code.encode(rows.view(-1), 5, torch.Generator().manual_seed(1)))
     read = torch.empty(2, PIECE)
     code._decode(at_once, read)
     assert torch.equal(read.view(-1), torch.cat([code.decode(one, PIECE, torch.float32, 5) for one in made[:2]]))
@@ -130,7 +135,7 @@ def test_the_largest_are_found_however_numbers_lie(kind: str, count: int) -> Non
         values = values.abs().sort().values
     elif kind == "few":
         values[1::2] = 0
-        values[::64] = 0
+        values[:: sparsify._SAMPLE] = 0
     elif kind == "equal":
         values.fill_(2.0)
     elif kind == "zeros":
@@ -145,12 +150,30 @@ def test_the_largest_are_found_however_numbers_lie(kind: str, count: int) -> Non
     assert torch.equal(found.sort(descending=True).values.nan_to_num(9e9), wanted.nan_to_num(9e9))
 
 
-def test_a_guess_that_is_too_high_costs_time_only() -> None:
-    values = numbers(5 * PIECE)
-    values[::64] = 1e9  # exactly what is looked at
-    assert torch.equal(
-        sparsify._largest_places(values, 90_000).sort().values, values.abs().topk(90_000).indices.sort().values
-    )
+@pytest.mark.parametrize("kind", ["too high", "too low"])
+def test_a_guess_that_is_wrong_costs_time_only(kind: str) -> None:
+    values, count = numbers(5 * PIECE), 50_000
+    if kind == "too high":
+        values[:: sparsify._SAMPLE] = torch.linspace(8, 9, len(values[:: sparsify._SAMPLE]))
+    else:
+        values, count = torch.ones(5 * PIECE), 500
+        values[-100:] = 5.0
+    wanted = values.abs().topk(count).values
+    assert torch.equal(values[sparsify._largest_places(values, count)].abs().sort(descending=True).values, wanted)
+
+
+@pytest.mark.parametrize("code", [Sign(), TopK(0.05), RandomK(0.05)], ids=named)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_reaches_all_and_nothing_is_counted_twice(code: Code, bad: float) -> None:
+    """Wherever it stands, also at a place that does not travel; what was left out before is left out still."""
+    wire, draw = Coded(Comm(0, 1), code), torch.Generator()
+    wire.reduced("a", torch.ones(2000), 1, draw)
+    before = wire.left["a"].clone()
+    for place in range(0, 2000, 97):
+        values = torch.ones(2000)
+        values[place] = bad
+        read = code.decode(wire.reduced("a", values, 2, draw), 2000, torch.float32, 2)
+        assert not torch.isfinite(read).all() and torch.equal(wire.left["a"], before)
 
 
 @pytest.mark.parametrize(("count", "ratio"), [(1, 0.05), (7, 0.5), (100, 0.7), (1000, 0.4), (1000, 0.013), (10, 1.0)])

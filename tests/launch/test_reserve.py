@@ -33,7 +33,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     resource.setrlimit(resource.RLIMIT_DATA, before)
     sys.excepthook = hook
-    reserve._said.clear()
+    reserve._limited.clear()
 
 
 def leave(gib_each: float, ranks: int) -> str:
@@ -148,6 +148,10 @@ def test_devices_are_hidden_once(visible: str | None, asked: int, left: str, mon
         assert os.environ[reserve._VISIBLE] == left
     assert reserve.spoken() == f"{asked} of 4 GPUs left to others"
     reserve.keep({CPU}, Comm(0, 1), 1)
+    first = left.split(",", maxsplit=1)[0]
+    monkeypatch.setenv(reserve._VISIBLE, first)  # a process that is given one of them
+    reserve.hide_devices()
+    assert os.environ[reserve._VISIBLE] == first and "of 4" in reserve.spoken()
 
 
 def test_no_device_would_be_left_or_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +160,8 @@ def test_no_device_would_be_left_or_it_is_too_late(monkeypatch: pytest.MonkeyPat
     with pytest.raises(LaunchError, match="devices=2 on a host where 2 GPUs are visible"):
         reserve.hide_devices()
     monkeypatch.setenv(reserve.RESERVE, "devices=1")
+    with pytest.raises(LaunchError, match="set after distributedtorch was imported"):
+        reserve.keep({CPU}, Comm(0, 1), 1)
     reserve.hide_devices()
     with pytest.raises(LaunchError, match="or start with CUDA_VISIBLE_DEVICES=0"):  # CUDA still sees both
         reserve.keep({CPU}, Comm(0, 1), 1)
@@ -172,6 +178,7 @@ def test_ranks_of_a_gpu_divide_it(others: list[str], each: int, monkeypatch: pyt
         "get_device_properties": lambda device: SimpleNamespace(uuid=f"uuid-{device.index}"),
         "mem_get_info": lambda _: (10 * GIB, 80 * GIB),
         "set_per_process_memory_fraction": lambda *given: set_to.append(given),
+        "get_per_process_memory_fraction": lambda device: 0.9 if device.index == 0 else 0.1,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     comm = Comm(0, 1 + len(others))
@@ -181,3 +188,5 @@ def test_ranks_of_a_gpu_divide_it(others: list[str], each: int, monkeypatch: pyt
     reserve.keep({device}, comm, 4)
     assert set_to == [(each / 80, device)]
     assert reserve.spoken() == f"16.0 GiB of cuda:0 left to others, {each}.0 GiB for each rank"
+    reserve.keep({device, torch.device("cuda", 1)}, comm, 4)  # a later call, with one that was not there before
+    assert set_to[1:] == [(0.1, torch.device("cuda", 1))]

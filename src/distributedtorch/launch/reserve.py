@@ -31,7 +31,7 @@ from distributedtorch.core.errors import LaunchError, explain
 
 RESERVE = "DISTRIBUTEDTORCH_RESERVE"
 _HIDDEN = "DISTRIBUTEDTORCH_RESERVED_DEVICES"
-"""How many GPUs of how many are hidden already, by this process or by the one that started it."""
+"""How many GPUs of how many are hidden already, by this process or by one that started it, and their names."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _FAILED = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "can't start new thread")
@@ -49,8 +49,8 @@ class Reserve:
     """Bytes, of each device."""
 
 
-_said: list[str] = []
-"""What holds in this process, for the printed line and beside an allocation that failed."""
+_limited: dict[str, str] = {}
+"""What is limited in this process, the host or a GPU by its UUID, and how that is said."""
 
 
 def parse(text: str) -> Reserve:
@@ -77,30 +77,33 @@ def parse(text: str) -> Reserve:
 
 def spoken() -> str:
     """What is left to others, for the printed line; empty where nothing is."""
-    hidden = f"{os.environ[_HIDDEN]} GPUs left to others" if _HIDDEN in os.environ else ""
-    return ", ".join(filter(None, [hidden, *_said]))
+    hidden = os.environ.get(_HIDDEN, "").partition(": ")[0]
+    return ", ".join([*([f"{hidden} GPUs left to others"] if hidden else []), *_limited.values()])
 
 
 def hide_devices() -> None:
-    """Hide reserved GPUs, before anything opens CUDA. Once, also over processes that start others.
+    """Hide reserved GPUs, before anything opens CUDA; where a process that started this one did, the same ones.
 
     Raises:
         LaunchError: The request cannot be read, or leaves no device.
     """
     count = parse(os.environ.get(RESERVE, "")).devices
-    there = torch.cuda.device_count() if count else 0  # by NVML, which opens nothing
-    if not count or os.environ.get(_HIDDEN) == f"{count} of {there + count}":
+    if not count:
         return
-    if count >= there:
+    there = torch.cuda.device_count()  # by NVML, which opens nothing
+    names = os.environ.get(_VISIBLE, ",".join(map(str, range(there)))).split(",")[:there]
+    said, _, before = os.environ.get(_HIDDEN, "").partition(": ")
+    hidden = before.split(",") if said.startswith(f"{count} of ") else names[-count:]
+    left = [name for name in names if name not in hidden]
+    if not left or not there:
         given = f"{RESERVE} with devices={count} on a host where {there} GPUs are visible"
         raise LaunchError(explain(given, "one device or more that is left to use", "reserve fewer, or none"))
-    names = os.environ.get(_VISIBLE, ",".join(map(str, range(there)))).split(",")
-    os.environ[_VISIBLE] = ",".join(names[: there - count])
-    os.environ[_HIDDEN] = f"{count} of {there}"
+    os.environ[_VISIBLE] = ",".join(left)
+    os.environ[_HIDDEN] = f"{said or f'{count} of {there}'}: {','.join(hidden)}"
 
 
 def keep(devices: Iterable[torch.device], comm: Comm, local_ranks: int) -> None:
-    """Hold this rank to its part of what is not reserved, from the first call on. A group call.
+    """Hold this rank to its part of what is not reserved, on every device from its first call on. A group call.
 
     Args:
         devices: Where its models are.
@@ -108,37 +111,45 @@ def keep(devices: Iterable[torch.device], comm: Comm, local_ranks: int) -> None:
         local_ranks: How many of them this host has.
 
     Raises:
-        LaunchError: The request leaves too little, or CUDA was opened before devices could be hidden.
+        LaunchError: The request leaves too little, or came too late for devices to be hidden.
     """
     asked = parse(os.environ.get(RESERVE, ""))
-    used = {device if device.index is not None else torch.device(device.type, 0) for device in devices}
-    if asked.devices and torch.accelerator.device_count() != len(os.environ[_VISIBLE].split(",")):
-        given = f"{RESERVE} with devices={asked.devices}, after this process has begun to use CUDA"
-        do = f"import distributedtorch first, or start with {_VISIBLE}={os.environ[_VISIBLE]}"
-        raise LaunchError(explain(given, "devices hidden before CUDA is opened", do))
-    gpus = {str(torch.cuda.get_device_properties(device).uuid): device for device in used if device.type == "cuda"}
+    if asked.devices:
+        _check_hidden(asked.devices)
+    used = {torch.device(device.type, device.index or 0) for device in devices} if asked.memory else set()
+    gpus = {str(torch.cuda.get_device_properties(one).uuid): one for one in used if one.type == "cuda"}
     mine = " ".join(gpus)
     everyone = [mine] if comm.alone else [raw.decode() for raw in comm.bytes_of_all("devices", mine.encode())]
-    if not asked.memory or _said:
-        return
     for name, device in gpus.items():
-        _limit_gpu(device, asked.memory, sum(name in one.split() for one in everyone))
-    if not gpus:
-        _limit_host(asked.memory, local_ranks)
-    if not isinstance(sys.excepthook, _Hook):
+        if name not in _limited:
+            _limited[name] = _limit_gpu(device, asked.memory, sum(name in one.split() for one in everyone))
+    if any(device.type == "cpu" for device in used) and "host" not in _limited:
+        _limited["host"] = _limit_host(asked.memory, local_ranks)
+    if _limited and not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
 
-def _limit_gpu(device: torch.device, kept: int, ranks: int) -> None:
+def _check_hidden(count: int) -> None:
+    given = f"{RESERVE} with devices={count}"
+    if _HIDDEN not in os.environ:
+        do = "set it where the script is started, or use dtorch run --reserve"
+        raise LaunchError(explain(f"{given}, set after distributedtorch was imported", "set before", do))
+    if torch.accelerator.device_count() != len(os.environ[_VISIBLE].split(",")):
+        do = f"import distributedtorch first, or start with {_VISIBLE}={os.environ[_VISIBLE]}"
+        raise LaunchError(explain(f"{given}, after this process has begun to use CUDA", "hidden before that", do))
+
+
+def _limit_gpu(device: torch.device, kept: int, ranks: int) -> str:
     total = torch.cuda.mem_get_info(device)[1]
-    each = (total - kept) // ranks
+    before = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    each = min((total - kept) // ranks, int(before * total))
     if each <= 0:
         raise LaunchError(_too_little(kept, total, each, ranks, "what a model takes"))
     torch.cuda.set_per_process_memory_fraction(each / total, device)
-    _said.append(f"{_gib(kept)} of {device} left to others, {_gib(each)} for each rank")
+    return f"{_gib(kept)} of {device} left to others, {_gib(each)} for each rank"
 
 
-def _limit_host(kept: int, ranks: int) -> None:
+def _limit_host(kept: int, ranks: int) -> str:
     if sys.platform != "linux":
         given = f"{RESERVE} with memory= on {sys.platform}"
         raise LaunchError(explain(given, "Linux, or models on a GPU", "leave memory= out"))
@@ -146,12 +157,14 @@ def _limit_host(kept: int, ranks: int) -> None:
 
     total, taken = _host_memory(), _mapped()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    each = min(((total - kept) // ranks, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)))
+    there = min((limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY), default=sys.maxsize)
+    each = (total - kept) // ranks
     least = taken + _TO_BEGIN + _STACK * torch.get_num_threads()
     if each < least:
         raise LaunchError(_too_little(kept, total, each, ranks, f"{_gib(least)}: {_gib(taken)} are mapped already"))
+    each = min(each, there)
     resource.setrlimit(resource.RLIMIT_DATA, (each, hard))
-    _said.append(f"{_gib(kept)} of the host left to others, {_gib(each)} for each rank")
+    return f"{_gib(kept)} of the host left to others, {_gib(each)} for each rank"
 
 
 def _too_little(kept: int, total: int, each: int, ranks: int, needs: str) -> str:
@@ -162,8 +175,8 @@ def _too_little(kept: int, total: int, each: int, ranks: int, needs: str) -> str
 def remark(error: BaseException) -> None:
     """Say beside a failed allocation what may have refused it."""
     refused = isinstance(error, MemoryError) or any(words in str(error) for words in _FAILED)
-    if refused and _said:
-        error.add_note(f"  {RESERVE}: {', '.join(_said)}")
+    if refused and _limited:
+        error.add_note(f"  {RESERVE}: {', '.join(_limited.values())}")
 
 
 class _Hook:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
@@ -81,15 +82,20 @@ class Coded(Wire):
         return [self.code.bytes(numel, dtype) if numel else 0 for numel in pieces]
 
     def reduced(self, which: str, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
-        """A code of values and of what was left out before; what it leaves out is kept."""
+        """A code of values and of what was left out before; what it leaves out is kept.
+
+        What is not finite must reach all ranks, also where a code would leave it out: all of it becomes NaN then, and
+        nothing new is kept.
+        """
         if not self.code.feedback:
             return self.code.encode(values, key, draw)
         before = self.left.get(which)
         values = values.clone() if before is None else values + require_like(which, before, values).to(values.device)
         code = self.code.encode(values, key, draw)
         self.code.add(code, values, key, times=-1)
-        if bool(torch.isfinite(largest(values.view(1, -1)))):  # after an overflow there is nothing to add later
-            self.left[which] = values
+        if not bool(torch.isfinite(largest(values.view(1, -1)))):
+            return self.code.encode(values.fill_(torch.nan), key, draw)
+        self.left[which] = values
         return code
 
     def state(self) -> dict[str, Tensor]:
@@ -113,6 +119,7 @@ class Sum:
         self.wire, self.comm, self.name, self.flat, self.bounds = wire, wire.comm, name, flat, bounds
         self.out, self.everywhere, self.place = out, everywhere, wire.peers.index(wire.comm.rank)
         others, mine = len(wire.peers) - 1, self.place
+        self.stream = torch.cuda.stream(torch.cuda.current_stream(flat.device)) if flat.is_cuda else nullcontext()
         self.key, self.draw = wire.begin(name)
         self.sizes = wire.sizes(bounds, flat.dtype)
         self.kept = both(name)
@@ -143,6 +150,10 @@ class Sum:
     def _sum_up(self) -> None:
         """In a thread: sum this rank's range in rank order where it lies, and give the others a code of it."""
         wait_all(self.works)
+        with self.stream:  # the training thread's: what it does after this comes after this on the device too
+            self._sum_here()
+
+    def _sum_here(self) -> None:
         mine, code = self.place, self.wire.code
         total = self.flat[self.bounds[mine] : self.bounds[mine + 1]] if self.out is None else self.out
         if self.sizes[mine]:

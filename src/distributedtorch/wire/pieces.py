@@ -93,12 +93,14 @@ class Noise:
     def fill(self, rows: Tensor) -> Tensor:
         """Fill the rows of a piece, or of several; all calls but the last have as many."""
         height = min(len(rows), PIECE // rows.shape[1])
+        pieces = rows.view(-1, height, rows.shape[1])
         if self.drawn is None:
-            self.drawn = torch.rand(height, rows.shape[1], generator=self.draw, dtype=rows.dtype).to(rows.device)
-            if height == len(rows):
-                return rows.copy_(self.drawn)
-        moved = torch.rand(len(rows) // height, height, 1, generator=self.draw, dtype=rows.dtype).to(rows.device)
-        torch.add(self.drawn[:height], moved, out=rows.view(-1, height, rows.shape[1])).frac_()
+            self.drawn = torch.rand(pieces.shape[1:], generator=self.draw, dtype=rows.dtype).to(rows.device)
+            pieces[0] = self.drawn
+            pieces = pieces[1:]
+        if len(pieces):
+            moved = torch.rand(len(pieces), height, 1, generator=self.draw, dtype=rows.dtype).to(rows.device)
+            torch.add(self.drawn[:height], moved, out=pieces).frac_()
         return rows
 
 
