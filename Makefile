@@ -17,7 +17,7 @@ demo: .venv/.ready          ## train a small GPT under every plan and compare: a
 test: .venv/.ready lint     ## everything that must hold, under 15 minutes on 2 cores
 	$(BIN)/python -m pytest
 
-test-long: .venv/.ready     ## more kills, ranks, hosts and sabotages than `make test` has time for; about five minutes
+test-long: .venv/.ready     ## more kills, ranks, hosts and sabotages than `make test` has time for; about eight minutes
 	$(BIN)/python -m pytest -m long
 
 lint: .venv/.ready          ## style and strict types
