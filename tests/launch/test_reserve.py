@@ -154,6 +154,18 @@ def test_devices_are_hidden_once(visible: str | None, asked: int, left: str, mon
     assert os.environ[reserve._VISIBLE] == first and "of 4" in reserve.spoken()
 
 
+def test_another_request_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, None)
+    for asked, left in (("devices=1", "0,1,2"), ("devices=2", "0")):
+        monkeypatch.setenv(reserve.RESERVE, asked)
+        reserve.hide_devices()
+        assert os.environ[reserve._VISIBLE] == left
+    assert reserve.spoken() == "2 of 3 GPUs left to others"
+    monkeypatch.setenv(reserve.RESERVE, "memory=1GiB")
+    with pytest.raises(LaunchError, match="for a model on xpu"):
+        reserve.keep({torch.device("xpu", 0)}, Comm(0, 1), 1)
+
+
 def test_no_device_would_be_left_or_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, "0,1", counted=2)
     monkeypatch.setenv(reserve.RESERVE, "devices=2")

@@ -93,13 +93,16 @@ def hide_devices() -> None:
     there = torch.cuda.device_count()  # by NVML, which opens nothing
     names = os.environ.get(_VISIBLE, ",".join(map(str, range(there)))).split(",")[:there]
     said, _, before = os.environ.get(_HIDDEN, "").partition(": ")
-    hidden = before.split(",") if said.startswith(f"{count} of ") else names[-count:]
+    if said.startswith(f"{count} of "):
+        hidden = before.split(",")
+    else:
+        said, hidden = f"{count} of {there}", names[-count:]
     left = [name for name in names if name not in hidden]
     if not left or not there:
         given = f"{RESERVE} with devices={count} on a host where {there} GPUs are visible"
         raise LaunchError(explain(given, "one device or more that is left to use", "reserve fewer, or none"))
     os.environ[_VISIBLE] = ",".join(left)
-    os.environ[_HIDDEN] = f"{said or f'{count} of {there}'}: {','.join(hidden)}"
+    os.environ[_HIDDEN] = f"{said}: {','.join(hidden)}"
 
 
 def keep(devices: Iterable[torch.device], comm: Comm, local_ranks: int) -> None:
@@ -117,6 +120,9 @@ def keep(devices: Iterable[torch.device], comm: Comm, local_ranks: int) -> None:
     if asked.devices:
         _check_hidden(asked.devices)
     used = {torch.device(device.type, device.index or 0) for device in devices} if asked.memory else set()
+    if other := {device.type for device in used} - {"cuda", "cpu"}:
+        given = f"{RESERVE} with memory= for a model on {', '.join(sorted(other))}"
+        raise LaunchError(explain(given, "CUDA, or the CPU", "leave memory= out"))
     gpus = {str(torch.cuda.get_device_properties(one).uuid): one for one in used if one.type == "cuda"}
     mine = " ".join(gpus)
     everyone = [mine] if comm.alone else [raw.decode() for raw in comm.bytes_of_all("devices", mine.encode())]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ _UNIT = 2048
 class InPieces(Code):
     """A code of many numbers: the codes of its pieces, one after the other."""
 
-    piece: ClassVar[int] = PIECE
-
     @abstractmethod
     def _bytes(self, numel: int, dtype: torch.dtype) -> int:
         """The size of a piece's code."""
@@ -40,8 +37,8 @@ class InPieces(Code):
         """Write the numbers of each row of bytes into a row."""
 
     def bytes(self, numel: int, dtype: torch.dtype) -> int:
-        whole, rest = divmod(numel, self.piece)
-        return (whole * self._bytes(self.piece, dtype) if whole else 0) + (self._bytes(rest, dtype) if rest else 0)
+        whole, rest = divmod(numel, PIECE)
+        return (whole * self._bytes(PIECE, dtype) if whole else 0) + (self._bytes(rest, dtype) if rest else 0)
 
     def encode(self, values: Tensor, key: int, draw: torch.Generator | None) -> Tensor:
         noise = None if draw is None else Noise(draw)
@@ -63,20 +60,20 @@ class InPieces(Code):
             rows.add_(found, alpha=times)
 
     def _room(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        most = min(values.numel(), self.piece) if values.device.type == "cpu" else values.numel()
+        most = min(values.numel(), PIECE) if values.device.type == "cpu" else values.numel()
         return torch.empty(_whole(most), dtype=dtype, device=values.device)
 
     def _rows(self, values: Tensor, code: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Views of the pieces, those that are computed at once as rows, with views of their codes."""
-        whole, size = values.numel() // self.piece, self._bytes(self.piece, values.dtype)
+        whole, size = values.numel() // PIECE, self._bytes(PIECE, values.dtype)
         at_once = 1 if values.device.type == "cpu" else max(1, whole)
         for first in range(0, whole, at_once):
             yield (
-                values[first * self.piece : (first + at_once) * self.piece].view(at_once, self.piece),
+                values[first * PIECE : (first + at_once) * PIECE].view(at_once, PIECE),
                 code[first * size : (first + at_once) * size].view(at_once, size),
             )
-        if values.numel() % self.piece:
-            yield values[whole * self.piece :].view(1, -1), code[whole * size :].view(1, -1)
+        if values.numel() % PIECE:
+            yield values[whole * PIECE :].view(1, -1), code[whole * size :].view(1, -1)
 
 
 class Noise:

@@ -45,10 +45,8 @@ class Int8(InPieces):
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
         numel, count = rows.shape[1], blocks_of(rows.shape[1], INT8_BLOCK)
-        scale, wide = (
-            typed(code, 0, count, torch.float32).reshape(-1, 1),
-            torch.promote_types(rows.dtype, torch.float32),
-        )
+        scale = typed(code, 0, count, torch.float32).reshape(-1, 1)
+        wide = torch.promote_types(rows.dtype, torch.float32)
         whole = in_blocks(typed(code, 4 * count, numel, torch.int8), INT8_BLOCK)
         if rows.dtype == wide and whole.numel() == rows.numel():
             rows.view(whole.shape).copy_(whole).mul_(scale)
