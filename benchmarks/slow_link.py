@@ -56,6 +56,12 @@ PLANS = (
     "diloco(every=100)",
     "diloco(every=100,lr=1.0,momentum=0.5)",
 )
+TORCHFT = (
+    *((every, 1.0, 0.3, 0) for every in (8, 16)),
+    *((every, *outer, 0) for every in (20, 100) for outer in ((0.4, 0.9), (0.7, 0.9), (1.0, 0.5))),
+    (20, 0.7, 0.9, 5),
+)
+"""Period, outer learning rate and momentum, steps beside an exchange."""
 PEERS = {
     "torch DDP": Variant(file="torch_own", word="ddp"),
     "torch DDP, 5 MB": Variant(file="torch_own", word="ddp, buckets 5"),
@@ -69,9 +75,7 @@ PEERS = {
         f"torchft {every}, {outer}, {momentum}{', beside' if delay else ''}": Variant(
             file="torchft", word=f"every={every} outer={outer} momentum={momentum} delay={delay}", home="torchft"
         )
-        for every in (20, 100)
-        for outer, momentum, delay in ((0.4, 0.9, 0), (0.7, 0.9, 0), (1.0, 0.5, 0), (0.7, 0.9, 5))
-        if not (delay and every == 100)
+        for every, outer, momentum, delay in TORCHFT
     },
 }
 SAME_STEPS = {"torch DDP, 5 MB": "torch DDP", "torch DDP, 100 MB": "torch DDP"}
