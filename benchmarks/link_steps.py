@@ -1,10 +1,10 @@
 """How many steps each variant of benchmarks/slow_link.py needs to one target loss.
 
-    python -m benchmarks.link_steps [--device cuda] [--lanes 8] [--learning-rates 2.5e-4 5e-4 1e-3] [--seeds 3]
-                                    [--calibrate 200] [--at-most 500] [--target L] [--variants NAMES] [--out FILE]
-                                    [--quick]
+    python -m benchmarks.link_steps [--device cuda] [--lanes 8] [--learning-rates 5e-4 7e-4 1e-3 1.4e-3]
+                                    [--seeds 3] [--calibrate 200] [--at-most 500] [--target L] [--variants NAMES]
+                                    [--first-port 20000] [--out FILE] [--quick]
 
-The GPT of 27M parameters, two ranks with 4 x 128 tokens each, AdamW, float32, a made-up language
+The GPT of 27M parameters, two ranks with 4 x 128 tokens each, AdamW, float32, a warm-up of 30 steps, a made-up language
 (benchmarks/language.py), the same global batches for every variant. What is learned in a step does not hang on the link
 or on the processor, so ranks may share a GPU and several jobs may run at once (`--lanes`).
 
@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.bench import RESULTS, SETTINGS, origin
 from benchmarks.conductor import HOMES, RankError, Setting
 from benchmarks.link_table import best_curve
-from benchmarks.links import Loopback, Task, learn
+from benchmarks.links import WARM_UP, Loopback, Task, learn, ports_from
 from benchmarks.peers import Variant
 from benchmarks.slow_link import PEERS, PLANS, SAME_STEPS, TINY
 
@@ -42,12 +42,13 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--lanes", type=int, default=1)
-    parser.add_argument("--learning-rates", nargs="+", type=float, default=[2.5e-4, 5e-4, 1e-3])
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=[5e-4, 7e-4, 1e-3, 1.4e-3])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--calibrate", type=int, default=200)
     parser.add_argument("--target", type=float, help="of an earlier run, for more variants")
     parser.add_argument("--at-most", type=int, default=500)
     parser.add_argument("--variants", nargs="+", help="peers' names and plans; all where none is given")
+    parser.add_argument("--first-port", type=int, default=20_000, help="another for a second run beside this one")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="a tiny model: does everything run?")
     return parser.parse_args()
@@ -71,6 +72,7 @@ class Steps:
             "setting": vars(setting),
             "calibrate": given.calibrate,
             "at_most": given.at_most,
+            "warm_up": WARM_UP,
             "learning_rates": given.learning_rates,
             "variants": {name: {"failed": "", "curves": {}, "seeds": {}} for name in self.variants},
         }
@@ -118,7 +120,9 @@ class Steps:
 
 
 def main() -> None:
-    Steps(options()).run()
+    given = options()
+    ports_from(given.first_port)
+    Steps(given).run()
 
 
 if __name__ == "__main__":

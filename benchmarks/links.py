@@ -21,8 +21,11 @@ from tests.bed import INTERFACE, Bed
 
 WORLD = 2
 EVALUATED_EVERY, HELD_OUT_ROWS = 5, 16
+WARM_UP = 30
+"""Steps over which learning rates grow: without, what is reached in a few hundred hangs on the first ten."""
 SECONDS_TURN = 600
-_ports = itertools.count(20_000)  # below those that the kernel gives to clients
+_ports = itertools.count(20_000)
+"""Below those that the kernel gives to clients."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,12 @@ class Curve:
     """Libraries that took part, told by the ranks."""
 
 
+def ports_from(first: int) -> None:
+    """Two benchmarks at once need ports of their own."""
+    global _ports
+    _ports = itertools.count(first)
+
+
 def period(word: str) -> int:
     """Steps from exchange to exchange."""
     found = re.search(r"\bevery=(\d+)", word)
@@ -78,6 +87,7 @@ def start(
     """
     port, here = next(_ports), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": bed.address(0)}
     here |= {"BENCHMARK_LEARNING_RATE": str(learning_rate), "BENCHMARK_SEED": str(seed)}
+    here["BENCHMARK_WARM_UP"] = str(WARM_UP)
     if isinstance(bed, Loopback):  # with one environment that has everything
         home, here = "", {**here, "GLOO_SOCKET_IFNAME": "lo", "BENCHMARK_DEVICE": bed.device}
         del here["LOCAL_RANK"], here["LOCAL_WORLD_SIZE"]

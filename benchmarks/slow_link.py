@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks import link_table
 from benchmarks.bench import RESULTS, SETTINGS, origin
 from benchmarks.conductor import HOMES, RankError, Setting
-from benchmarks.links import WORLD, confirm
+from benchmarks.links import WARM_UP, WORLD, confirm
 from benchmarks.peers import IDEAL, Variant
 from benchmarks.turns import Timing, Turns
 from tests.bed import Bed, missing
@@ -107,8 +107,8 @@ class Run:
         folder = HOMES if given.quick else RESULTS
         self.out = folder / "slow_link.json"
         learned = json.loads((folder / "link_steps.json").read_text())
-        if learned["setting"] != vars(self.setting):
-            raise SystemExit("link_steps.json is of another model\n  do: run benchmarks.link_steps again")
+        if (learned["setting"], learned.get("warm_up")) != (vars(self.setting), WARM_UP):
+            raise SystemExit("link_steps.json is of another model or schedule\n  do: run benchmarks.link_steps again")
         self.variants = {IDEAL: Variant(file="alone"), **{name: PEERS[name] for name in given.peers}}
         self.variants |= {plan: Variant(file="ours", word=plan) for plan in given.plans}
         blank: dict[str, Any] = {"failed": "", "curves": {}, "seeds": {}}

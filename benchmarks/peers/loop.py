@@ -14,6 +14,8 @@ Step = Callable[[Tensor], Tensor]
 
 LEARNING_RATE = float(os.environ.get("BENCHMARK_LEARNING_RATE", "1e-4"))
 """Where a loss is a figure, it is searched for; where only time is, it does not matter."""
+WARM_UP = int(os.environ.get("BENCHMARK_WARM_UP", "0"))
+"""Steps over which the learning rate grows to that."""
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -28,10 +30,14 @@ def plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], None] = torch.Tensor.backward
 ) -> Step:
     """Forward, backward, step, zero_grad; `backward` where a library has its own."""
+    to_come = iter(range(1, WARM_UP + 1))
 
     def step(ids: Tensor) -> Tensor:
         loss = loss_of(model, ids)
         backward(loss)
+        if (number := next(to_come, None)) is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * number / WARM_UP
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

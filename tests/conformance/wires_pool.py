@@ -38,11 +38,13 @@ def fp16(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
 
 def int8(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     out, blocks = values.clone(), -(-len(values) // 256)
-    noise = torch.rand(blocks, 256, generator=draw, dtype=values.dtype)
+    first = torch.rand(2048, 256, generator=torch.Generator().manual_seed(1 << 19), dtype=torch.float64)
+    moved = torch.rand(blocks, 1, generator=draw, dtype=values.dtype)
     for k in range(blocks):
         block = values[256 * k : 256 * k + 256]
-        step = (block.abs().max() / 127).float().double()
-        steps = (block / step + noise[k, : len(block)]).floor().clamp(-127, 127) if step else block * 0
+        step = (block.abs().max() / 127 * (1 + 2**-20)).float().double()
+        noise = (first[k % 2048] + moved[k]) % 1
+        steps = (block / step + noise[: len(block)]).floor() if step else block * 0
         out[256 * k : 256 * k + 256] = steps * step
     return out
 
@@ -99,7 +101,9 @@ class ByHand:
         for rank, part in enumerate(parts):
             for owner in range(world):
                 piece = slice(bounds[owner], bounds[owner + 1])
-                total[piece] += self._arrives((name, rank, owner), part[piece], key, draws[rank])
+                exact = rank == owner and not self.feedback
+                arrived = part[piece] if exact else self._arrives((name, rank, owner), part[piece], key, draws[rank])
+                total[piece] += arrived
         for owner in range(0 if half else world):
             piece = slice(bounds[owner], bounds[owner + 1])
             total[piece] = self._arrives((name, owner), total[piece].clone(), key, draws[owner])

@@ -39,9 +39,9 @@ class Fp16(InPieces):
         return 4 + 2 * numel
 
     def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
-        scale = place(code, 0, 1, torch.float32).copy_(largest(rows).unsqueeze(1))
-        room = room[: rows.numel()].view(rows.shape)
-        place(code, 4, rows.shape[1], torch.float16).copy_(torch.div(rows, scale.where(scale > 0, 1.0), out=room))
+        rows, parts = rows.to(room.dtype), room[: rows.numel()].view(rows.shape)
+        scale = place(code, 0, 1, torch.float32).copy_(largest(rows, room).unsqueeze(1))
+        place(code, 4, rows.shape[1], torch.float16).copy_(torch.div(rows, scale.where(scale > 0, 1.0), out=parts))
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
         scale, values = typed(code, 0, 1, torch.float32), typed(code, 4, rows.shape[1], torch.float16)

@@ -1,6 +1,7 @@
 """Sums of codes: each rank sends codes of its numbers to who sums them, and gets a code of the sum.
 
 Holds what both codes left out, where a code is not right on average: as much as the gradients, and an N-th of that.
+Where it is, who sums takes its own numbers as they are.
 Travels per rank: 2c(N-1)/N for codes of c bytes over N ranks. Always over gloo: memory that ranks share needs no codes.
 All ranks, the one that summed too, go on with the decoded sum, so that replicas stay the same to the bit.
 """
@@ -22,7 +23,6 @@ from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.pairs import Posted, Works, wait_all
 from distributedtorch.core.sync import require_like
 from distributedtorch.core.wire import Code, Wire, both, is_plain
-from distributedtorch.wire.pieces import largest
 
 _SENT, _SUMMED, HOSTS = "sent", "summed", "hosts"
 
@@ -93,7 +93,7 @@ class Coded(Wire):
         values = values.clone() if before is None else values + require_like(which, before, values).to(values.device)
         code = self.code.encode(values, key, draw)
         self.code.add(code, values, key, times=-1)
-        if not bool(torch.isfinite(largest(values.view(1, -1)))):
+        if not bool(torch.isfinite(torch.stack([values.amax(), values.amin()])).all()):
             return self.code.encode(values.fill_(torch.nan), key, draw)
         self.left[which] = values
         return code
@@ -124,7 +124,12 @@ class Sum:
         self.sizes = wire.sizes(bounds, flat.dtype)
         self.kept = both(name)
         sent = f"{_SENT}/{self.kept}"
-        codes = [self._code(f"{sent}/{k}", flat[low:high]) for k, (low, high) in enumerate(pairwise(bounds))]
+        codes = [
+            torch.empty(0, dtype=torch.uint8)
+            if k == mine and not wire.code.feedback
+            else self._code(f"{sent}/{k}", flat[low:high])
+            for k, (low, high) in enumerate(pairwise(bounds))
+        ]
         pool = self.comm.pool
         self.borrowed = [pool.borrow(self.sizes[mine], torch.uint8) for _ in range(others)]
         self.parts = [*self.borrowed[:mine], codes[mine], *self.borrowed[mine:]]
@@ -155,10 +160,17 @@ class Sum:
 
     def _sum_here(self) -> None:
         mine, code = self.place, self.wire.code
-        total = self.flat[self.bounds[mine] : self.bounds[mine + 1]] if self.out is None else self.out
+        own = self.flat[self.bounds[mine] : self.bounds[mine + 1]]
+        total, parts = own if self.out is None else self.out, self.parts
         if self.sizes[mine]:
-            code.put(self.parts[0].to(total.device), total, self.key)
-            for part in self.parts[1:]:
+            if not code.feedback:
+                parts = parts[:mine] + parts[mine + 1 :]
+                if self.out is not None:
+                    total.copy_(own)
+            else:
+                code.put(parts[0].to(total.device), total, self.key)
+                parts = parts[1:]
+            for part in parts:
                 code.add(part.to(total.device), total, self.key)
         if self.everywhere:
             if self.before is not None:

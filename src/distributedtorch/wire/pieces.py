@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from distributedtorch.core.wire import Code
 
-PIECE = 1 << 18
+PIECE = 1 << 19
 """Numbers that are coded together."""
 _UNIT = 2048
 """Blocks of every code fill this up."""
@@ -77,28 +78,29 @@ class InPieces(Code):
 
 
 class Noise:
-    """Random numbers between 0 and 1 for rounding, independent inside a piece and, any two of them, between pieces.
+    """Random numbers between 0 and 1 for rounding, as likely as each other, independent from row to row.
 
-    Drawing them would cost more than everything else. So those of the first piece serve the others too, each row of
-    them moved round by one number of its own.
+    Drawing them all would cost more than everything else. So all rows of a place in a piece begin with the same ones,
+    and each is moved round by one number that is drawn for it.
     """
 
     def __init__(self, draw: torch.Generator) -> None:
         self.draw = draw
-        self.drawn: Tensor | None = None
 
     def fill(self, rows: Tensor) -> Tensor:
-        """Fill the rows of a piece, or of several; all calls but the last have as many."""
-        height = min(len(rows), PIECE // rows.shape[1])
-        pieces = rows.view(-1, height, rows.shape[1])
-        if self.drawn is None:
-            self.drawn = torch.rand(pieces.shape[1:], generator=self.draw, dtype=rows.dtype).to(rows.device)
-            pieces[0] = self.drawn
-            pieces = pieces[1:]
-        if len(pieces):
-            moved = torch.rand(len(pieces), height, 1, generator=self.draw, dtype=rows.dtype).to(rows.device)
-            torch.add(self.drawn[:height], moved, out=pieces).frac_()
+        """Fill the rows of a piece, or of several."""
+        height, width = min(len(rows), PIECE // rows.shape[1]), rows.shape[1]
+        first = _first(rows.device, rows.dtype)[: height * width].view(height, width)
+        moved = torch.rand(len(rows), 1, generator=self.draw, dtype=rows.dtype).to(rows.device)
+        torch.add(first, moved.view(-1, height, 1), out=rows.view(-1, height, width)).frac_()
         return rows
+
+
+@cache
+def _first(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What the rows of a piece begin with."""
+    drawn = torch.rand(PIECE, generator=torch.Generator().manual_seed(PIECE), dtype=torch.float64)
+    return drawn.to(device, dtype)
 
 
 def place(code: Tensor, first: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -125,9 +127,9 @@ def blocks_of(numel: int, block: int) -> int:
     return -(-numel // block)
 
 
-def largest(rows: Tensor) -> Tensor:
-    """The largest number of each row, without its sign."""
-    return torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))
+def largest(rows: Tensor, room: Tensor) -> Tensor:
+    """The largest number of each row, without its sign; `room`: for as many numbers."""
+    return torch.abs(rows, out=room[: rows.numel()].view(rows.shape)).amax(dim=1)
 
 
 def _whole(numel: int) -> int:

@@ -19,6 +19,10 @@ from torch import Tensor
 from distributedtorch.wire.pieces import InPieces, Noise, blocks_of, in_blocks, largest, place, typed
 
 INT8_BLOCK, SIGN_BLOCK = 256, 2048
+_WIDER = 1 + 2**-20
+"""By so much are steps that numbers are rounded to at random, so that none comes to 128 of them."""
+_LEAST = torch.finfo(torch.float32).tiny
+"""Steps that are smaller have lost digits; blocks of such numbers become zeros."""
 _GATHER = 0x0102_0408_1020_4080
 """Times eight bytes of 0 or 1: their bits in the uppermost byte, the first byte's lowest."""
 
@@ -34,13 +38,14 @@ class Int8(InPieces):
     def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
         blocks = in_blocks(rows.to(room.dtype), INT8_BLOCK)
         count, steps = len(blocks) // len(rows), room[: blocks.numel()].view(blocks.shape)
-        scale = place(code, 0, count, torch.float32).copy_((largest(blocks) / 127).view(len(rows), -1))
-        step = scale.where(scale > 0, 1.0).to(room.dtype).view(-1, 1)
+        size = largest(blocks, room) / 127 * (1.0 if noise is None else _WIDER)
+        scale = place(code, 0, count, torch.float32).copy_(size.view(len(rows), -1))
+        step = scale.where(scale > _LEAST, 1.0).to(room.dtype).view(-1, 1)
         if noise is None:
             torch.div(blocks, step, out=steps).add_(0.5)
         else:
             noise.fill(steps).addcdiv_(blocks, step)
-        whole = steps.floor_().clamp_(-127, 127).view(len(rows), -1)
+        whole = steps.floor_().view(len(rows), -1)
         place(code, 4 * count, rows.shape[1], torch.int8).copy_(whole[:, : rows.shape[1]])
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
