@@ -167,7 +167,7 @@ MENU: dict[str, Recipe] = {
         )
         for name, summary, holds, travels in (
             ("bf16", "Numbers travel in bfloat16.", UNCHANGED, "half of it in float32"),
-            ("fp16", "Numbers travel in float16, divided by the largest.", UNCHANGED, "half of it in float32"),
+            ("fp16", "Numbers travel in float16, scaled block by block.", UNCHANGED, "half of it in float32"),
             ("int8", "Numbers travel in 8 bits, rounded at random.", UNCHANGED, "0.254 of it in float32"),
             ("sign", "Signs travel, and a scale per 2048 of them.", LEFT_OUT, "0.032 of it in float32"),
             (

@@ -32,18 +32,23 @@ def bf16(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
 
 
 def fp16(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
-    largest = values.abs().max().float().double()
-    return (values / largest).half().double() * largest if largest else values * 0
+    out = values.clone()
+    for k in range(0, len(values), 2048):
+        block = values[k : k + 2048]
+        largest = block.abs().max().float().double()
+        out[k : k + 2048] = (block / largest).half().double() * largest if largest else 0.0
+    return out
 
 
 def int8(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     out, blocks = values.clone(), -(-len(values) // 256)
-    first = torch.rand(2048, 256, generator=torch.Generator().manual_seed(1 << 19), dtype=torch.float64)
+    table = torch.rand(1 << 20, generator=torch.Generator().manual_seed(1 << 19), dtype=torch.float64)
+    table = table[torch.randint(1 << 19, (), generator=draw) :]
     moved = torch.rand(blocks, 1, generator=draw, dtype=values.dtype)
     for k in range(blocks):
         block = values[256 * k : 256 * k + 256]
         step = (block.abs().max() / 127 * (1 + 2**-20)).float().double()
-        noise = (first[k % 2048] + moved[k]) % 1
+        noise = (table[256 * (k % 2048) :][:256] + moved[k]) % 1
         steps = (block / step + noise[: len(block)]).floor() if step else block * 0
         out[256 * k : 256 * k + 256] = steps * step
     return out

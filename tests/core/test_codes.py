@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.wire import Code
-from distributedtorch.wire import sparsify
+from distributedtorch.wire import quantize, sparsify
 from distributedtorch.wire.cast import Bf16, Fp16
 from distributedtorch.wire.feedback import Coded
 from distributedtorch.wire.pieces import PIECE, InPieces, Noise
@@ -17,6 +17,7 @@ from distributedtorch.wire.sparsify import RandomK, TopK
 
 ALL = [Bf16(), Fp16(), Int8(), Sign(), TopK(0.01), RandomK(0.05)]
 MANY = 2 * PIECE + 777
+MORE = sparsify._MANY + 300_000
 
 
 def numbers(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -101,13 +102,42 @@ def test_rounding_at_random_is_right_on_average_in_every_piece() -> None:
 
 @pytest.mark.parametrize("size", [1e-45, 2e-43, 1e-38, 1e-30, 1.0, 3e38])
 @pytest.mark.parametrize("noisy", [True, False])
-def test_no_number_comes_out_larger_or_with_another_sign(size: float, noisy: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_number_comes_out_larger_or_with_another_sign(size: float, noisy: bool, dtype: torch.dtype) -> None:
     """Bytes are not limited to 127 steps; the steps are chosen so that there are never more."""
-    values = numbers(PIECE).sign() * size
+    values = (numbers(PIECE).sign() * size).to(dtype)
     made = Int8().encode(values, 5, torch.Generator().manual_seed(1) if noisy else None)
     read = Int8().decode(made, len(values), values.dtype, 5)
-    assert (read.abs() <= size * (1 + 2**-19)).all() and (read * values.sign() >= 0).all()
-    assert size < 1e-37 or (read.abs() >= size * 0.99).all()
+    at_most = values.double().abs() * (1 + (2**-19 if dtype != torch.bfloat16 else 2**-7))
+    assert (read.double().abs() <= at_most).all() and (read * values.sign() >= 0).all()
+    assert size < 1e-35 or (read.double().abs() >= values.double().abs() * 0.98).all()
+
+
+def test_steps_of_every_width_are_never_more_than_127() -> None:
+    """All mantissas of float32 as a block's largest number, with the largest noise there is."""
+    largest = torch.arange(1 << 23, dtype=torch.int32).add_(127 << 23).view(torch.float32)
+    step = (largest / 127).mul_(quantize._WIDER)
+    noise = torch.tensor(1 - 2**-24)
+    assert (largest / step).add_(noise).floor_().max() == 127 and (-largest / step).floor_().min() == -127
+    assert (largest / (largest / 127)).add_(noise).floor_().max() == 128, "nothing would be tested"
+
+
+@pytest.mark.parametrize("code", [Bf16(), Fp16(), Int8()], ids=named)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("noisy", [True, False])
+def test_what_is_not_finite_is_not_finite_after(code: Code, bad: float, noisy: bool) -> None:
+    values = numbers(MANY)
+    values[[7, PIECE + 300]] = bad
+    made = code.encode(values, 5, torch.Generator() if noisy else None)
+    read = code.decode(made, MANY, values.dtype, 5)
+    assert not torch.isfinite(read[[7, PIECE + 300]]).any() and torch.isfinite(read[PIECE // 2 : PIECE]).all()
+
+
+def test_half_floats_have_a_scale_near_them() -> None:
+    values = numbers(MANY).clamp(-1, 1)
+    values[:2048], values[2048:] = 1.0, values[2048:].sign() * 1e-9
+    read = Fp16().decode(Fp16().encode(values, 5, None), MANY, values.dtype, 5)
+    assert ((read - values).abs() <= values.abs() * 2**-10).all()
 
 
 def test_reading_and_writing_again_changes_nothing() -> None:
@@ -138,6 +168,20 @@ def test_errors_of_different_pieces_do_not_add_up(monkeypatch: pytest.MonkeyPatc
     assert spread_of_sums(values.view(-1)) > 3
 
 
+def largest_direction(seeds: int) -> float:
+    """Of rounding errors inside a block, beside what independent draws give: numbers halfway between two steps."""
+    values = torch.full((256,), 0.5)
+    values[0] = 127.0
+    errors = torch.stack([rounded(seed, values) - values for seed in range(seeds)])[:, 1:].double()
+    return float(torch.linalg.eigvalsh(errors.T @ errors / seeds)[-1] / 0.25)
+
+
+def test_errors_inside_a_block_have_no_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert largest_direction(4000) < 2.0
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(0))
+    assert largest_direction(4000) > 4
+
+
 def test_noise_of_many_pieces_at_once() -> None:
     rows = torch.empty(3 * PIECE // 256, 256)
     found = Noise(torch.Generator().manual_seed(1)).fill(rows)
@@ -150,7 +194,7 @@ def test_noise_of_many_pieces_at_once() -> None:
 @pytest.mark.parametrize("kind", ["spread", "sorted", "few", "equal", "zeros", "infinite", "nan"])
 @pytest.mark.parametrize("count", [100, 50_000])
 def test_the_largest_are_found_however_numbers_lie(kind: str, count: int) -> None:
-    values = numbers(5 * PIECE)
+    values = numbers(MORE)
     if kind == "sorted":
         values = values.abs().sort().values
     elif kind == "few":
@@ -172,11 +216,11 @@ def test_the_largest_are_found_however_numbers_lie(kind: str, count: int) -> Non
 
 @pytest.mark.parametrize("kind", ["too high", "too low"])
 def test_a_guess_that_is_wrong_costs_time_only(kind: str) -> None:
-    values, count = numbers(5 * PIECE), 50_000
+    values, count = numbers(MORE), 50_000
     if kind == "too high":
         values[:: sparsify._SAMPLE] = torch.linspace(8, 9, len(values[:: sparsify._SAMPLE]))
     else:
-        values, count = torch.ones(5 * PIECE), 500
+        values, count = torch.ones(MORE), 500
         values[-100:] = 5.0
     wanted = values.abs().topk(count).values
     assert torch.equal(values[sparsify._largest_places(values, count)].abs().sort(descending=True).values, wanted)

@@ -153,7 +153,7 @@ class Sum:
         return self.wire.reduced(which, values, self.key, self.draw).to("cpu")
 
     def _sum_up(self) -> None:
-        """In a thread: sum this rank's range in rank order where it lies, and give the others a code of it."""
+        """In a thread: sum this rank's range, its own numbers first, and give the others a code of it."""
         wait_all(self.works)
         with self.stream:  # the training thread's: what it does after this comes after this on the device too
             self._sum_here()

@@ -78,28 +78,28 @@ class InPieces(Code):
 
 
 class Noise:
-    """Random numbers between 0 and 1 for rounding, as likely as each other, independent from row to row.
+    """Random numbers between 0 and 1 for rounding, as likely as each other, any two of one code independent.
 
-    Drawing them all would cost more than everything else. So all rows of a place in a piece begin with the same ones,
-    and each is moved round by one number that is drawn for it.
+    Drawing them all would cost more than everything else. So they are taken from a table, from a place that is drawn
+    for each code, and each row is moved round by one more number that is drawn for it.
     """
 
     def __init__(self, draw: torch.Generator) -> None:
-        self.draw = draw
+        self.draw, self.first = draw, int(torch.randint(PIECE, (), generator=draw))
 
     def fill(self, rows: Tensor) -> Tensor:
         """Fill the rows of a piece, or of several."""
         height, width = min(len(rows), PIECE // rows.shape[1]), rows.shape[1]
-        first = _first(rows.device, rows.dtype)[: height * width].view(height, width)
+        begun = _table(rows.device, rows.dtype)[self.first :][: height * width].view(height, width)
         moved = torch.rand(len(rows), 1, generator=self.draw, dtype=rows.dtype).to(rows.device)
-        torch.add(first, moved.view(-1, height, 1), out=rows.view(-1, height, width)).frac_()
+        torch.add(begun, moved.view(-1, height, 1), out=rows.view(-1, height, width)).frac_()
         return rows
 
 
 @cache
-def _first(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What the rows of a piece begin with."""
-    drawn = torch.rand(PIECE, generator=torch.Generator().manual_seed(PIECE), dtype=torch.float64)
+def _table(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Of two pieces' length."""
+    drawn = torch.rand(2 * PIECE, generator=torch.Generator().manual_seed(PIECE), dtype=torch.float64)
     return drawn.to(device, dtype)
 
 
@@ -120,6 +120,15 @@ def in_blocks(rows: Tensor, block: int) -> Tensor:
     """Rows cut into rows of `block`, the last one of a single row filled up with zeros."""
     missing = -rows.shape[1] % block
     return (torch.nn.functional.pad(rows, (0, missing)) if missing else rows).reshape(-1, block)
+
+
+def write_scaled(rows: Tensor, blocks: Tensor, scale: Tensor) -> None:
+    """Write blocks of numbers in a shorter type, each times its scale, into the rows that they were cut from."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    if rows.dtype == wide and blocks.numel() == rows.numel():
+        rows.view(blocks.shape).copy_(blocks).mul_(scale)
+    else:
+        rows.copy_(blocks.to(wide).mul_(scale).view(len(rows), -1)[:, : rows.shape[1]])
 
 
 def blocks_of(numel: int, block: int) -> int:

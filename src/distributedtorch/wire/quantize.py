@@ -16,13 +16,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from distributedtorch.wire.pieces import InPieces, Noise, blocks_of, in_blocks, largest, place, typed
+from distributedtorch.wire.pieces import InPieces, Noise, blocks_of, in_blocks, largest, place, typed, write_scaled
 
 INT8_BLOCK, SIGN_BLOCK = 256, 2048
 _WIDER = 1 + 2**-20
 """By so much are steps that numbers are rounded to at random, so that none comes to 128 of them."""
 _LEAST = torch.finfo(torch.float32).tiny
-"""Steps that are smaller have lost digits; blocks of such numbers become zeros."""
+"""Steps that are smaller have lost digits: numbers of such blocks become zeros, or so small a step at most."""
 _GATHER = 0x0102_0408_1020_4080
 """Times eight bytes of 0 or 1: their bits in the uppermost byte, the first byte's lowest."""
 
@@ -38,7 +38,9 @@ class Int8(InPieces):
     def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
         blocks = in_blocks(rows.to(room.dtype), INT8_BLOCK)
         count, steps = len(blocks) // len(rows), room[: blocks.numel()].view(blocks.shape)
-        size = largest(blocks, room) / 127 * (1.0 if noise is None else _WIDER)
+        size = largest(blocks, room)
+        size /= size.new_full((), 127.0)  # by a plain number accelerators would multiply with its inverse
+        size *= 1.0 if noise is None else _WIDER
         scale = place(code, 0, count, torch.float32).copy_(size.view(len(rows), -1))
         step = scale.where(scale > _LEAST, 1.0).to(room.dtype).view(-1, 1)
         if noise is None:
@@ -51,12 +53,7 @@ class Int8(InPieces):
     def _decode(self, code: Tensor, rows: Tensor) -> None:
         numel, count = rows.shape[1], blocks_of(rows.shape[1], INT8_BLOCK)
         scale = typed(code, 0, count, torch.float32).reshape(-1, 1)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        whole = in_blocks(typed(code, 4 * count, numel, torch.int8), INT8_BLOCK)
-        if rows.dtype == wide and whole.numel() == rows.numel():
-            rows.view(whole.shape).copy_(whole).mul_(scale)
-        else:
-            rows.copy_(whole.to(wide).mul_(scale).view(len(rows), -1)[:, :numel])
+        write_scaled(rows, in_blocks(typed(code, 4 * count, numel, torch.int8), INT8_BLOCK), scale)
 
 
 class Sign(InPieces):

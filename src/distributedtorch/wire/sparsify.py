@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from distributedtorch.core.wire import Code
-from distributedtorch.wire.pieces import PIECE
 
+_MANY, _STRETCH = 1 << 20, 1 << 18
+"""From how many numbers on a bound is guessed first, and how many are looked at together then."""
 _SAMPLE = 61
 """One of so many numbers is looked at to guess where the largest begin; no width of a layer is a multiple of it."""
 
@@ -89,12 +90,12 @@ def _largest_places(values: Tensor, count: int) -> Tensor:
     among them. Where the bound is zero, or they are fewer than asked for or very many, all are sorted.
     """
     most = values.numel() // 4
-    if values.numel() > 4 * PIECE and 4 * count < most and values.device.type == "cpu":
+    if values.numel() > _MANY and 4 * count < most and values.device.type == "cpu":
         sample = values[::_SAMPLE].abs()
         bound = sample.topk(2 * count // _SAMPLE + 1, sorted=False).values.amin()
         found: list[Tensor] = []
-        for number, piece in enumerate(values.split(PIECE) if bound > 0 else ()):
-            found.append((~(piece.abs() < bound)).nonzero().view(-1) + number * PIECE)
+        for number, piece in enumerate(values.split(_STRETCH) if bound > 0 else ()):
+            found.append((~(piece.abs() < bound)).nonzero().view(-1) + number * _STRETCH)
             if sum(map(len, found)) > most:
                 break
         if count <= sum(map(len, found)) <= most:
