@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
 }
 RATES = {"adamw": 1e-3, "sgd": 0.1}
-WIRES = ("bf16", "fp16", "int8", "sign", "topk(0.01)", "randomk(0.05)", "powersgd(rank=4)")
+WIRES = ("bf16", "fp16", "int8", "int4", "int2", "sign", "topk(0.01)", "randomk(0.05)", "powersgd(rank=4)")
 FORGETS = "without feedback: "
 PLANS = (
     "ddp",

@@ -26,12 +26,12 @@ from benchmarks.step_time import machine  # noqa: E402
 from distributedtorch.distribute import release  # noqa: E402
 from distributedtorch.wire.cast import Bf16, Fp16  # noqa: E402
 from distributedtorch.wire.pieces import PIECE  # noqa: E402
-from distributedtorch.wire.quantize import Int8, Sign  # noqa: E402
+from distributedtorch.wire.quantize import Int2, Int4, Int8, Sign  # noqa: E402
 from distributedtorch.wire.sparsify import RandomK, TopK  # noqa: E402
 from tests.conformance.cases import difference  # noqa: E402
 
 ZEROS = ("zero1", "zero2", "zero3")
-WIRES = ("bf16", "fp16", "int8", "sign", "topk(0.05)", "randomk(0.05)", "powersgd(rank=2)")
+WIRES = ("bf16", "fp16", "int8", "int4", "int2", "sign", "topk(0.05)", "randomk(0.05)", "powersgd(rank=2)")
 PLANS = (
     *(f"{zero},replicate={count}" for zero in ZEROS for count in (2, 4)),
     *(f"{sync},delay=1" for sync in ("ddp", *ZEROS)),
@@ -40,7 +40,7 @@ PLANS = (
     *(f"ddp,wire={wire}" for wire in WIRES),
     *("local(every=3)", "local(every=3),wire=int8", "diloco(every=3),wire=topk(0.05)", "gossip", "groups(every=3)"),
 )
-SAME_BYTES = ("Bf16", "Fp16", "Int8")
+SAME_BYTES = ("Bf16", "Fp16", "Int8", "Int4")
 STEPS, GIB = 7, 1 << 30
 
 
@@ -79,7 +79,7 @@ def inside(device: str) -> None:
 
 def codes(device: str) -> list[dict[str, Any]]:
     rows = []
-    for code in (Bf16(), Fp16(), Int8(), Sign(), TopK(0.01), RandomK(0.05)):
+    for code in (Bf16(), Fp16(), Int8(), Int4(), Int2(), Sign(), TopK(0.01), RandomK(0.05)):
         for numel in (777, 3 * PIECE + 777):
             values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
             host, there = (code.encode(v, 5, torch.Generator().manual_seed(1)) for v in (values, values.to(device)))

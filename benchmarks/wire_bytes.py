@@ -33,7 +33,7 @@ from distributedtorch.core.wire import SMALL
 from distributedtorch.core.world import here
 from distributedtorch.distribute import release
 from distributedtorch.menu import pairs
-from distributedtorch.wire.quantize import INT8_BLOCK, SIGN_BLOCK
+from distributedtorch.wire.quantize import INT_BLOCK, SIGN_BLOCK
 
 STEPS, EVERY, RATIO, RANK = 2, 2, 0.01, 4
 SECONDS_IDLE = 4.0
@@ -59,7 +59,9 @@ def stated(wire: str, model: torch.nn.Module) -> float:
     each = {
         "bf16": 2.0,
         "fp16": 2.0,
-        "int8": 1 + 4 / INT8_BLOCK,
+        "int8": 1 + 4 / INT_BLOCK,
+        "int4": 1 / 2 + 4 / INT_BLOCK,
+        "int2": 1 / 4 + 4 / INT_BLOCK,
         "sign": 1 / 8 + 4 / SIGN_BLOCK,
         "topk": 8 * RATIO,
         "randomk": 4 * RATIO,

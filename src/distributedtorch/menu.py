@@ -18,7 +18,7 @@ from distributedtorch.core.plan import BLOCKWISE, Plan, Recipe, Traits, clash, k
 from distributedtorch.core.words import WORDS
 
 UNCHANGED = "as without it"
-LEFT_OUT = "what was left out, Ψ(1 + 1/N), kept for the next time"
+LEFT_OUT = "what was left out, Ψ, kept for the next time"
 VALUES = ("bf16", "fp16", "int8")
 """Wires whose codes are near the values themselves, so that parameters can be computed with after them."""
 PAIR_TEST: str | None = "tests/conformance/test_words.py"
@@ -169,6 +169,8 @@ MENU: dict[str, Recipe] = {
             ("bf16", "Numbers travel in bfloat16.", UNCHANGED, "half of it in float32"),
             ("fp16", "Numbers travel in float16, scaled block by block.", UNCHANGED, "half of it in float32"),
             ("int8", "Numbers travel in 8 bits, rounded at random.", UNCHANGED, "0.254 of it in float32"),
+            ("int4", "Numbers travel in 4 bits, rounded at random.", UNCHANGED, "0.129 of it in float32"),
+            ("int2", "Numbers travel in 2 bits.", LEFT_OUT, "0.066 of it in float32"),
             ("sign", "Signs travel, and a scale per 2048 of them.", LEFT_OUT, "0.032 of it in float32"),
             (
                 "topk",

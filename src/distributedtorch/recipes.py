@@ -45,7 +45,7 @@ from distributedtorch.wire.feedback import Coded
 from distributedtorch.wire.hosts import between_hosts
 from distributedtorch.wire.plain import Plain
 from distributedtorch.wire.powersgd import PowerSgd
-from distributedtorch.wire.quantize import Int8, Sign
+from distributedtorch.wire.quantize import Int2, Int4, Int8, Sign
 from distributedtorch.wire.sparsify import RandomK, TopK
 from distributedtorch.wire.twofold import Twofold
 
@@ -211,6 +211,8 @@ CODES: dict[str, Callable[..., Code]] = {
     "bf16": Bf16,
     "fp16": Fp16,
     "int8": Int8,
+    "int4": Int4,
+    "int2": Int2,
     "sign": Sign,
     "topk": TopK,
     "randomk": RandomK,

@@ -20,7 +20,7 @@ from distributedtorch.wire.feedback import Coded
 from tests.conformance.loose_pool import compare
 from tests.conformance.wires_pool import STEPS, adam, forget, loss_of, net, rows_of, truth
 
-WIRES = ("int8", "sign", "topk(0.1)", "randomk(0.1)", "powersgd(rank=1)")
+WIRES = ("int8", "int4", "int2", "sign", "topk(0.1)", "randomk(0.1)", "powersgd(rank=1)")
 PLANS = (("ddp,wire=topk(0.1)", True, 0), ("delay=1", False, 1), ("delay=1,wire=topk(0.1)", True, 1))
 
 
@@ -128,8 +128,10 @@ def exchanged(left: dict[object, Tensor], place: object, flats: list[Tensor], bo
     total = torch.zeros_like(flats[0])
     for owner in range(len(flats)):
         piece = slice(bounds[owner], bounds[owner + 1])
+        total[piece] = flats[owner][piece]
         for rank, flat in enumerate(flats):
-            total[piece] += arrives((place, rank, owner), flat[piece])
+            if rank != owner:
+                total[piece] += arrives((place, rank, owner), flat[piece])
         total[piece] = arrives((place, owner), total[piece].clone())
     return total
 

@@ -9,6 +9,7 @@ import copy
 import sys
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +41,27 @@ def fp16(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     return out
 
 
-def int8(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+def at_random(most: int, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     out, blocks = values.clone(), -(-len(values) // 256)
     table = torch.rand(1 << 20, generator=torch.Generator().manual_seed(1 << 19), dtype=torch.float64)
     table = table[torch.randint(1 << 19, (), generator=draw) :]
     moved = torch.rand(blocks, 1, generator=draw, dtype=values.dtype)
     for k in range(blocks):
         block = values[256 * k : 256 * k + 256]
-        step = (block.abs().max() / 127 * (1 + 2**-20)).float().double()
+        step = (block.abs().max() / most * (1 + 2**-20)).float().double()
         noise = (table[256 * (k % 2048) :][:256] + moved[k]) % 1
         steps = (block / step + noise[: len(block)]).floor() if step else block * 0
         out[256 * k : 256 * k + 256] = steps * step
+    return out
+
+
+def int2(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+    out = values.clone()
+    for k in range(0, len(values), 256):
+        block = values[k : k + 256]
+        step = (0.9957 * block.pow(2).mean().sqrt()).float().double()
+        sizes = torch.where(block.abs() < step, 0.5, 1.5)
+        out[k : k + 256] = torch.where(block >= 0, sizes, -sizes) * step
     return out
 
 
@@ -83,7 +94,9 @@ def randomk(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
 CODES: dict[str, tuple[Lossy, bool]] = {
     "bf16": (bf16, False),
     "fp16": (fp16, False),
-    "int8": (int8, False),
+    "int8": (partial(at_random, 127), False),
+    "int4": (partial(at_random, 7), False),
+    "int2": (int2, True),
     "sign": (sign, True),
     "topk(0.1)": (topk, True),
     "randomk(0.1)": (randomk, True),
@@ -106,8 +119,9 @@ class ByHand:
         for rank, part in enumerate(parts):
             for owner in range(world):
                 piece = slice(bounds[owner], bounds[owner + 1])
-                exact = rank == owner and not self.feedback
-                arrived = part[piece] if exact else self._arrives((name, rank, owner), part[piece], key, draws[rank])
+                arrived = part[piece]
+                if rank != owner:
+                    arrived = self._arrives((name, rank, owner), arrived, key, draws[rank])
                 total[piece] += arrived
         for owner in range(0 if half else world):
             piece = slice(bounds[owner], bounds[owner + 1])

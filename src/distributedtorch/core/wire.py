@@ -69,6 +69,11 @@ def is_plain(slots: Sequence[Slot], dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point or all(slot.numel < SMALL for slot in slots)
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether all numbers are: their sum is then, unless they are huge."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
 def sums(
     comm: Comm, wire: Wire, name: str, slabs: Sequence[Slab], fill: Callable[[int], Tensor]
 ) -> Iterator[tuple[Slab, Tensor]]:
@@ -128,6 +133,16 @@ class Code(ABC):
     @abstractmethod
     def add(self, code: Tensor, out: Tensor, key: int, *, times: int = 1) -> None:
         """Add the values of a code so many times."""
+
+    def encode_more(self, values: Tensor, left: Tensor, key: int, draw: torch.Generator | None) -> Tensor | None:
+        """The code of values and of what was left out before; `left` becomes what this leaves out.
+
+        None where that is not finite: `left` is of no use then.
+        """
+        left += values
+        code = self.encode(left, key, draw)
+        self.add(code, left, key, times=-1)
+        return code if is_finite(left) else None
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, key: int) -> Tensor:
         """The values of a code."""

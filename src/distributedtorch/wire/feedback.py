@@ -1,7 +1,7 @@
 """Sums of codes: each rank sends codes of its numbers to who sums them, and gets a code of the sum.
 
-Holds what both codes left out, where a code is not right on average: as much as the gradients, and an N-th of that.
-Where it is, who sums takes its own numbers as they are.
+Who sums takes its own numbers as they are. Holds what both codes left out, where a code is not right on average: as
+much as the gradients.
 Travels per rank: 2c(N-1)/N for codes of c bytes over N ranks. Always over gloo: memory that ranks share needs no codes.
 All ranks, the one that summed too, go on with the decoded sum, so that replicas stay the same to the bit.
 """
@@ -22,7 +22,7 @@ from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.pairs import Posted, Works, wait_all
 from distributedtorch.core.sync import require_like
-from distributedtorch.core.wire import Code, Wire, both, is_plain
+from distributedtorch.core.wire import Code, Wire, both, is_finite, is_plain
 
 _SENT, _SUMMED, HOSTS = "sent", "summed", "hosts"
 
@@ -89,14 +89,14 @@ class Coded(Wire):
         """
         if not self.code.feedback:
             return self.code.encode(values, key, draw)
-        before = self.left.get(which)
-        values = values.clone() if before is None else values + require_like(which, before, values).to(values.device)
-        code = self.code.encode(values, key, draw)
-        self.code.add(code, values, key, times=-1)
-        if not bool(torch.isfinite(torch.stack([values.amax(), values.amin()])).all()):
-            return self.code.encode(values.fill_(torch.nan), key, draw)
-        self.left[which] = values
-        return code
+        if is_finite(values):
+            before = self.left.get(which)
+            left = torch.zeros_like(values) if before is None else require_like(which, before, values)
+            self.left[which] = left = left.to(values.device)
+            if (code := self.code.encode_more(values, left, key, draw)) is not None:
+                return code
+            del self.left[which]  # the two together were too large
+        return self.code.encode(torch.full_like(values, torch.nan), key, draw)
 
     def state(self) -> dict[str, Tensor]:
         return {**self.left, **{f"count/{name}": torch.tensor(count) for name, count in self.counts.items()}}
@@ -125,9 +125,7 @@ class Sum:
         self.kept = both(name)
         sent = f"{_SENT}/{self.kept}"
         codes = [
-            torch.empty(0, dtype=torch.uint8)
-            if k == mine and not wire.code.feedback
-            else self._code(f"{sent}/{k}", flat[low:high])
+            torch.empty(0, dtype=torch.uint8) if k == mine else self._code(f"{sent}/{k}", flat[low:high])
             for k, (low, high) in enumerate(pairwise(bounds))
         ]
         pool = self.comm.pool
@@ -161,16 +159,9 @@ class Sum:
     def _sum_here(self) -> None:
         mine, code = self.place, self.wire.code
         own = self.flat[self.bounds[mine] : self.bounds[mine + 1]]
-        total, parts = own if self.out is None else self.out, self.parts
+        total = own if self.out is None else self.out.copy_(own)
         if self.sizes[mine]:
-            if not code.feedback:
-                parts = parts[:mine] + parts[mine + 1 :]
-                if self.out is not None:
-                    total.copy_(own)
-            else:
-                code.put(parts[0].to(total.device), total, self.key)
-                parts = parts[1:]
-            for part in parts:
+            for part in self.parts[:mine] + self.parts[mine + 1 :]:
                 code.add(part.to(total.device), total, self.key)
         if self.everywhere:
             if self.before is not None:

@@ -5,7 +5,7 @@ Lin et al., "Deep Gradient Compression", ICLR 2018 (codes across nodes, sums ins
 Of P ranks of a host (of the smallest one, where they differ) each takes a P-th of every buffer: it sums what its host
 has of it, exchanges codes with the ranks of the other hosts that have the same part, and gives the decoded sum to its
 host. What codes leave out is kept per host, by the rank that has the part.
-Each rank holds: what was left out, (1 + 1/H)/P of the gradients, over H hosts.
+Each rank holds: what was left out, a P-th of the gradients.
 Travels between hosts, per host: 2c(H-1)/H for codes of c bytes, however many ranks a host has; inside 2B(P-1)/P per
 rank for B bytes, through shared memory. Use it where hosts have several ranks each and the link between them is slow:
 a host's numbers are added up before anything is left out of them. On one host nothing is left out.

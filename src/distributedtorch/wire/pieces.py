@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from distributedtorch.core.wire import Code
+from distributedtorch.core.wire import Code, is_finite
 
 PIECE = 1 << 19
 """Numbers that are coded together."""
@@ -48,6 +48,20 @@ class InPieces(Code):
         for rows, part in self._rows(values, code):
             self._encode(rows, part, room[: _whole(rows.numel())], noise)
         return code
+
+    def encode_more(self, values: Tensor, left: Tensor, key: int, draw: torch.Generator | None) -> Tensor | None:
+        noise = None if draw is None else Noise(draw)
+        code = torch.empty(self.bytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device)
+        room = self._room(values, torch.promote_types(values.dtype, torch.float32))
+        found, finite = self._room(values, values.dtype), True
+        for (rows, part), (rest, _) in zip(self._rows(values, code), self._rows(left, code), strict=True):
+            rest += rows
+            self._encode(rest, part, room[: _whole(rest.numel())], noise)
+            read = found[: rest.numel()].view(rest.shape)
+            self._decode(part, read)
+            rest -= read
+            finite = finite and is_finite(rest)
+        return code if finite else None
 
     def put(self, code: Tensor, out: Tensor, key: int) -> None:
         for rows, part in self._rows(out, code):
@@ -122,13 +136,16 @@ def in_blocks(rows: Tensor, block: int) -> Tensor:
     return (torch.nn.functional.pad(rows, (0, missing)) if missing else rows).reshape(-1, block)
 
 
-def write_scaled(rows: Tensor, blocks: Tensor, scale: Tensor) -> None:
-    """Write blocks of numbers in a shorter type, each times its scale, into the rows that they were cut from."""
+def write_scaled(rows: Tensor, blocks: Tensor, scale: Tensor, *, less: float = 0.0) -> None:
+    """Write blocks of numbers in a shorter type, `less` so much and times their scale, where they were cut from."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    if rows.dtype == wide and blocks.numel() == rows.numel():
-        rows.view(blocks.shape).copy_(blocks).mul_(scale)
-    else:
-        rows.copy_(blocks.to(wide).mul_(scale).view(len(rows), -1)[:, : rows.shape[1]])
+    in_place = rows.dtype == wide and blocks.numel() == rows.numel()
+    values = rows.view(blocks.shape).copy_(blocks) if in_place else blocks.to(wide)
+    if less:
+        values -= less
+    values *= scale
+    if not in_place:
+        rows.copy_(values.view(len(rows), -1)[:, : rows.shape[1]])
 
 
 def blocks_of(numel: int, block: int) -> int:

@@ -1,12 +1,14 @@
-"""Numbers as small integers with a scale per block: 8 bits, or the sign alone.
+"""Numbers as small integers with a scale per block: 8, 4 or 2 bits, or the sign alone.
 
 Alistarh et al., "QSGD", NeurIPS 2017 (rounding at random, so that it is right on average); Dettmers et al., "8-bit
 Optimizers via Block-wise Quantization", ICLR 2022 (a scale per block); Seide et al., "1-Bit Stochastic Gradient
 Descent", Interspeech 2014, and Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the sign, with what it
 leaves out kept).
 
-Bytes per number: int8 1 + 4/256, sign 1/8 + 4/2048. Use int8 where fp16 is not enough: its noise is small beside that
-of a batch. Use sign where links are slower still; it needs the kept errors, as much memory as the gradients have.
+Bytes per number: int8 1 + 4/256, int4 1/2 + 4/256, int2 1/4 + 4/256, sign 1/8 + 4/2048. Use int8 where fp16 is not
+enough, int4 where int8 is not: their noise is small beside that of a batch (int4's has a 36th of a gradient's power).
+Use int2 or sign where links are slower still; they need the kept errors, as much memory as the gradients have. int2
+leaves out an eighth of a gradient's power at a time, sign a third.
 """
 
 from __future__ import annotations
@@ -18,9 +20,14 @@ from torch import Tensor
 
 from distributedtorch.wire.pieces import InPieces, Noise, blocks_of, in_blocks, largest, place, typed, write_scaled
 
-INT8_BLOCK, SIGN_BLOCK = 256, 2048
+INT_BLOCK, SIGN_BLOCK = 256, 2048
 _WIDER = 1 + 2**-20
-"""By so much are steps that numbers are rounded to at random, so that none comes to 128 of them."""
+"""By so much are steps that numbers are rounded to at random, so that none comes to one more of them than fit."""
+_FOUR_LEVELS = 0.9957
+"""How far four levels are apart that lose the least of normal numbers, as times their root mean square.
+
+Max, "Quantizing for Minimum Distortion", 1960.
+"""
 _LEAST = torch.finfo(torch.float32).tiny
 """Steps that are smaller have lost digits: numbers of such blocks become zeros, or so small a step at most."""
 _GATHER = 0x0102_0408_1020_4080
@@ -33,27 +40,98 @@ class Int8(InPieces):
     feedback = False
 
     def _bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return 4 * blocks_of(numel, INT8_BLOCK) + numel
+        return 4 * blocks_of(numel, INT_BLOCK) + numel
 
     def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
-        blocks = in_blocks(rows.to(room.dtype), INT8_BLOCK)
-        count, steps = len(blocks) // len(rows), room[: blocks.numel()].view(blocks.shape)
-        size = largest(blocks, room)
-        size /= size.new_full((), 127.0)  # by a plain number accelerators would multiply with its inverse
-        size *= 1.0 if noise is None else _WIDER
-        scale = place(code, 0, count, torch.float32).copy_(size.view(len(rows), -1))
-        step = scale.where(scale > _LEAST, 1.0).to(room.dtype).view(-1, 1)
-        if noise is None:
-            torch.div(blocks, step, out=steps).add_(0.5)
-        else:
-            noise.fill(steps).addcdiv_(blocks, step)
-        whole = steps.floor_().view(len(rows), -1)
-        place(code, 4 * count, rows.shape[1], torch.int8).copy_(whole[:, : rows.shape[1]])
+        whole = _multiples(rows, code, room, noise, most=127.0)
+        place(code, _scales(rows), rows.shape[1], torch.int8).copy_(whole[:, : rows.shape[1]])
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
-        numel, count = rows.shape[1], blocks_of(rows.shape[1], INT8_BLOCK)
-        scale = typed(code, 0, count, torch.float32).reshape(-1, 1)
-        write_scaled(rows, in_blocks(typed(code, 4 * count, numel, torch.int8), INT8_BLOCK), scale)
+        values = typed(code, _scales(rows), rows.shape[1], torch.int8)
+        write_scaled(rows, in_blocks(values, INT_BLOCK), _scale(code, rows))
+
+
+class Int4(InPieces):
+    """Multiples of a 7th of the block's largest number, rounded up or down at random, or to the nearest."""
+
+    feedback = False
+
+    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return blocks_of(numel, INT_BLOCK) * (4 + INT_BLOCK // 2)
+
+    def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
+        _pack(_multiples(rows, code, room, noise, most=7.0).add_(8.0), code[:, _scales(rows) :], bits=4)
+
+    def _decode(self, code: Tensor, rows: Tensor) -> None:
+        write_scaled(rows, _unpack(code[:, _scales(rows) :], bits=4), _scale(code, rows), less=8.0)
+
+
+class Int2(InPieces):
+    """The nearest of four levels, half a step and one and a half on either side of zero."""
+
+    feedback = True
+
+    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return blocks_of(numel, INT_BLOCK) * (4 + INT_BLOCK // 4)
+
+    def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
+        blocks = in_blocks(rows.to(room.dtype), INT_BLOCK)
+        levels = room[: blocks.numel()].view(blocks.shape)
+        of_each = levels.new_full((len(blocks), 1), INT_BLOCK)
+        of_each[-1] -= blocks.numel() - rows.numel()
+        size = torch.linalg.vector_norm(blocks, dim=1, keepdim=True).mul_(_FOUR_LEVELS).div_(of_each.sqrt_())
+        step = _write_scale(size, code, rows, room)
+        torch.div(blocks, step, out=levels).floor_().clamp_(-2.0, 1.0).add_(2.0)
+        _pack(levels.view(len(rows), -1), code[:, _scales(rows) :], bits=2)
+
+    def _decode(self, code: Tensor, rows: Tensor) -> None:
+        write_scaled(rows, _unpack(code[:, _scales(rows) :], bits=2), _scale(code, rows), less=1.5)
+
+
+def _multiples(rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None, *, most: float) -> Tensor:
+    """Numbers as whole steps of their block, of which its largest has `most`; the steps are written to the code."""
+    blocks = in_blocks(rows.to(room.dtype), INT_BLOCK)
+    steps = room[: blocks.numel()].view(blocks.shape)
+    size = largest(blocks, room)
+    size /= size.new_full((), most)  # by a plain number accelerators would multiply with its inverse
+    size *= 1.0 if noise is None else _WIDER
+    step = _write_scale(size, code, rows, room)
+    if noise is None:
+        torch.div(blocks, step, out=steps).add_(0.5)
+    else:
+        noise.fill(steps).addcdiv_(blocks, step)
+    return steps.floor_().view(len(rows), -1)
+
+
+def _write_scale(size: Tensor, code: Tensor, rows: Tensor, room: Tensor) -> Tensor:
+    """Put the scale of each block in front of a code. Result: what its numbers are divided by."""
+    scale = place(code, 0, blocks_of(rows.shape[1], INT_BLOCK), torch.float32).copy_(size.view(len(rows), -1))
+    return scale.where(scale > _LEAST, 1.0).to(room.dtype).view(-1, 1)
+
+
+def _scales(rows: Tensor) -> int:
+    """Bytes of the scales in front of each row's code."""
+    return 4 * blocks_of(rows.shape[1], INT_BLOCK)
+
+
+def _scale(code: Tensor, rows: Tensor) -> Tensor:
+    return typed(code, 0, blocks_of(rows.shape[1], INT_BLOCK), torch.float32).reshape(-1, 1)
+
+
+def _pack(levels: Tensor, code: Tensor, *, bits: int) -> None:
+    """Put several small numbers into a byte: those of the first part of a row into the lowest bits, and so on."""
+    parts = levels.to(torch.int8).view(torch.uint8).view(len(levels), 8 // bits, -1)  # to uint8 it takes seven times
+    code.copy_(parts[:, 0])
+    for k in range(1, 8 // bits):
+        code |= parts[:, k] << bits * k
+
+
+def _unpack(code: Tensor, *, bits: int) -> Tensor:
+    """The small numbers of each byte, in blocks."""
+    parts = torch.empty(len(code), 8 // bits, code.shape[1], dtype=torch.uint8, device=code.device)
+    for k in range(8 // bits):
+        torch.bitwise_right_shift(code, bits * k, out=parts[:, k]).bitwise_and_((1 << bits) - 1)
+    return parts.view(torch.int8).view(-1, INT_BLOCK)
 
 
 class Sign(InPieces):
