@@ -14,6 +14,7 @@ from torch import nn
 from distributedtorch.core.blocks import block_of_each, blocks_in, small_ones_together
 from distributedtorch.core.bucket import bucket_bytes, lay_out
 from distributedtorch.core.comm import Comm
+from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.shared import EACH_ITS_OWN
 from distributedtorch.core.sync import Sync, Trained
@@ -36,7 +37,9 @@ from distributedtorch.sync.loose import Loose
 from distributedtorch.sync.memory import Memory, Replicated, Shown
 from distributedtorch.sync.once import OncePerHost
 from distributedtorch.sync.optimizers import owns_whole
+from distributedtorch.sync.post import PostLocal
 from distributedtorch.sync.server import Server
+from distributedtorch.sync.sparse import tables
 from distributedtorch.sync.updates import Updates
 from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
@@ -144,6 +147,15 @@ def _rounds(kind: Callable[..., Loose]) -> Build:
     return build
 
 
+def _local(trained: Trained, plan: Plan, world: World) -> Sync:
+    after = "after" in plan.options("local")
+    rows = tables(trained.models) if after else set()
+    if any(id(param) in rows for param in trained.params):
+        do = "sparse=False, or leave `after` out"
+        raise UsageError(explain(f"sparse gradients under {plan}", "a plan that exchanges no gradients of tables", do))
+    return _rounds(PostLocal if after else Local)(trained, plan, world)
+
+
 def _gossip(trained: Trained, plan: Plan, world: World) -> Sync:
     made = Gossip(trained, world.comm, world.loop.meet, **plan.options("gossip"))  # type: ignore[arg-type]
     world.undo.append(made.close)
@@ -199,7 +211,7 @@ def sync(trained: Trained, plan: Plan, world: World) -> Sync:
 SYNCS: dict[str, Build] = {
     "ddp": _ddp,
     **{f"zero{k}": _zero(k) for k in (1, 2, 3)},
-    "local": _rounds(Local),
+    "local": _local,
     "diloco": _rounds(Diloco),
     "gossip": _gossip,
     "server": _server,

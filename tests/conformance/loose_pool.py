@@ -46,9 +46,15 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_hand(
-    model: nn.Module, make: Callable[..., torch.optim.Optimizer], rule: Rule, window: int, batch: int
+    model: nn.Module,
+    make: Callable[..., torch.optim.Optimizer],
+    rule: Rule,
+    window: int,
+    batch: int,
+    *,
+    together_for: int = 0,
 ) -> list[Tensor]:
-    """All replicas in one process; the present rank's values."""
+    """All replicas in one process, which have the same rows for so many steps; the present rank's values."""
     world = dt.world()
     replicas = [copy.deepcopy(model) for _ in range(world)]
     optimizers = [make(replica) for replica in replicas]
@@ -61,7 +67,9 @@ def by_hand(
             for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
                 for x, y in together:
                     span = partition.rows(len(x), world, rank)
-                    if len(span):
+                    if taken < together_for:
+                        (F.mse_loss(replica(x), y) * len(x) / total).backward()
+                    elif len(span):
                         mine = slice(span.start, span.stop)
                         part = len(span) * world / total
                         (F.mse_loss(replica(x[mine]), y[mine]) * part).backward()
@@ -149,10 +157,16 @@ def compare(what: str, truth: list[Tensor], found: list[Tensor]) -> None:
 
 
 def check(
-    plan: str, rule: Rule, make: Callable[..., torch.optim.Optimizer] = adam, *, window: int = 1, norm: bool = False
+    plan: str,
+    rule: Rule,
+    make: Callable[..., torch.optim.Optimizer] = adam,
+    *,
+    window: int = 1,
+    norm: bool = False,
+    together_for: int = 0,
 ) -> None:
     batch = 12 if norm else 5  # a single row has no variance
-    truth = by_hand(net(norm=norm), make, rule, window, batch)
+    truth = by_hand(net(norm=norm), make, rule, window, batch, together_for=together_for)
     found = distributed(net(norm=norm), make, plan, batch)
     compare(plan, truth, found)
     release()
@@ -161,7 +175,9 @@ def check(
 def rounds() -> None:
     check("local(every=1)", ddp, sgd)
     check("local(every=3)", every(3))
-    check("local(every=4,after=5)", every(4, after=5))
+    check("local(every=4,after=5)", every(4, after=5), together_for=5)
+    check("local(every=3,after=2),accumulate=2", every(3, after=2), window=2, together_for=2)
+    check("local(every=3,after=0)", every(3))
     check("local(every=2),accumulate=2", every(2), window=2)
     check("local(every=2)", every(2), sgd, norm=True)  # Adam would make much of a bias that has no effect
     check("diloco(every=3)", nesterov(3))
@@ -273,6 +289,8 @@ def saved(folder: Path) -> None:
         [
             "local(every=3)",
             "local(every=3),wire=topk(0.1)",
+            "local(every=2,after=5),wire=int2",
+            "local(every=3,after=2),wire=topk(0.1)",
             "diloco(every=3)",
             "gossip",
             "groups(every=3,drift=0.1)",

@@ -25,7 +25,7 @@ from distributedtorch.sync import local, loose, rounds
 from distributedtorch.sync.diloco import Diloco
 from distributedtorch.sync.local import Local
 from tests.conformance.loops import rows
-from tests.conformance.loose_pool import EPOCHS, adam, by_hand, compare, distributed, mean, net, stepping
+from tests.conformance.loose_pool import EPOCHS, adam, by_hand, compare, distributed, mean, net, spread, stepping
 
 SECONDS = 1.25
 
@@ -157,9 +157,22 @@ def leave(folder: Path) -> None:
         step(number)
     dt.save(folder / "left")
     release()
+    _, step = stepping("local(every=2,after=4)")
+    for number in range(BEFORE):
+        step(number)
+    dt.save(folder / "post")
+    release()
 
 
 def enter(folder: Path) -> None:
+    model, step = stepping("local(every=2,after=4)")
+    dt.load(folder / "post")
+    assert not here().loop.members[0].sync.lockstep, "four steps together, once more"
+    step(BEFORE)
+    assert spread(model) > 0
+    step(BEFORE + 1)
+    assert spread(model) == 0
+    release()
     model, step = stepping(f"diloco(every={EVERY})")
     dt.load(folder / "left")
     for number in range(BEFORE, BEFORE + AFTER):

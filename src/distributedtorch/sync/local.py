@@ -1,7 +1,6 @@
 """Local SGD: replicas step alone and average their parameters every so many steps.
 
-Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use Large Mini-Batches, Use
-Local SGD", ICLR 2020 (`after`: every step at first, then every so many).
+Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 
 Each rank holds: parameters Psi, gradients Psi, optimizer state K Psi; with a lossy wire also what all last agreed on.
 Travels per round and rank: 2 Psi (N-1)/N, so that much divided by `every` per step.
@@ -38,12 +37,11 @@ class Local(Rounds):
         meet: Meet,
         *,
         every: int,
-        after: int = 0,
         seconds: float | None = None,
         drift: float | None = None,
     ) -> None:
-        super().__init__(trained, comm, wire, meet, period=1 if after else every, drift=drift, anchored=wire.lossy)
-        self.every, self.after, self.seconds = every, after, seconds
+        super().__init__(trained, comm, wire, meet, period=every, drift=drift, anchored=wire.lossy)
+        self.seconds = seconds
         self.steps = 0
         """Steps in all."""
         self.began = time.monotonic()
@@ -60,11 +58,7 @@ class Local(Rounds):
         self.anchor[index].add_(moved)
 
     def set_period(self, seconds_per_step: float) -> None:
-        if self.steps < self.after:
-            return
-        if self.steps - self.taken < self.after:
-            self.period = self.every
-        elif self.seconds is not None:
+        if self.seconds is not None:
             self.period = min(max(1, round(self.seconds / max(seconds_per_step, 1e-9))), LONGEST)
         else:
             super().set_period(seconds_per_step)
