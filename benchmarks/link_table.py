@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.links import stages
 from benchmarks.peers import IDEAL
 from benchmarks.step_time import interval
 
@@ -49,6 +50,21 @@ def best_curve(one: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
 
 def _lowest(curve: dict[str, Any]) -> float:
     return min((loss for _, loss in curve["points"]), default=float("inf"))
+
+
+def mix(stored: dict[str, Any]) -> None:
+    """What steps of plans that begin as ddp take and send: of what they are at first and then, each for its steps."""
+    variants = stored["variants"]
+    for one in variants.values():
+        steps = steps_of(one)
+        if not steps or not (found := stages(one["word"])):
+            continue
+        first, then, after = found
+        part = min(1.0, after / fmean(steps))
+        for kind in ("seconds", "relative", "bytes_sent"):
+            for rate in stored["rates"]:
+                both = zip(variants[first][kind][rate], variants[then][kind][rate], strict=True)
+                one[kind][rate] = [part * a + (1 - part) * b for a, b in both]
 
 
 def summary(stored: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -77,6 +77,12 @@ def period(word: str) -> int:
     return int(found[1]) if found else 1
 
 
+def stages(word: str) -> tuple[str, str, int] | None:
+    """Of a plan that begins as ddp: what it is at first, what then, and after how many steps."""
+    found = re.fullmatch(r"local\((every=\d+),after=(\d+)\)(.*)", word)
+    return (f"ddp{found[3]}", f"local({found[1]}){found[3]}", int(found[2])) if found else None
+
+
 def start(
     bed: Bed | Loopback, name: str, variant: Variant, setting: Setting, learning_rate: float, *, seed: int = 0
 ) -> tuple[Ranks, dict[str, str]]:
@@ -88,8 +94,9 @@ def start(
     port, here = next(_ports), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": bed.address(0)}
     here |= {"BENCHMARK_LEARNING_RATE": str(learning_rate), "BENCHMARK_SEED": str(seed)}
     here["BENCHMARK_WARM_UP"] = str(WARM_UP)
-    if isinstance(bed, Loopback):  # with one environment that has everything
-        home, here = "", {**here, "GLOO_SOCKET_IFNAME": "lo", "BENCHMARK_DEVICE": bed.device}
+    if isinstance(bed, Loopback):
+        home = variant.home if bed.device == "cpu" else ""  # with a GPU one environment has everything
+        here |= {"GLOO_SOCKET_IFNAME": "lo", "BENCHMARK_DEVICE": bed.device}
         del here["LOCAL_RANK"], here["LOCAL_WORLD_SIZE"]
     else:
         home, here = variant.home, {**here, "GLOO_SOCKET_IFNAME": INTERFACE}

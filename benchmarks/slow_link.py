@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks import link_table
 from benchmarks.bench import RESULTS, SETTINGS, origin
 from benchmarks.conductor import HOMES, RankError, Setting
-from benchmarks.links import WARM_UP, WORLD, confirm
+from benchmarks.links import WARM_UP, WORLD, confirm, stages
 from benchmarks.peers import IDEAL, Variant
 from benchmarks.turns import Timing, Turns
 from tests.bed import Bed, missing
@@ -110,7 +110,8 @@ class Run:
         if (learned["setting"], learned.get("warm_up")) != (vars(self.setting), WARM_UP):
             raise SystemExit("link_steps.json is of another model or schedule\n  do: run benchmarks.link_steps again")
         self.variants = {IDEAL: Variant(file="alone"), **{name: PEERS[name] for name in given.peers}}
-        self.variants |= {plan: Variant(file="ours", word=plan) for plan in given.plans}
+        parts = [part for plan in given.plans for part in (stages(plan) or ())[:2]]
+        self.variants |= {plan: Variant(file="ours", word=plan) for plan in (*given.plans, *parts)}
         blank: dict[str, Any] = {"failed": "", "curves": {}, "seeds": {}}
         steps = {name: learned["variants"].get(SAME_STEPS.get(name, name), blank) for name in self.variants}
         self.stored: dict[str, Any] = {
@@ -149,7 +150,9 @@ class Run:
         return list(found)
 
     def _time(self, bed: Bed, names: list[str], num_rounds: int) -> None:
-        there = {name: self.variants[name] for name in names if not self.stored["variants"][name]["failed"]}
+        names = [part for name in names for part in (stages(self.variants[name].word) or (name, name))[:2]]
+        found = self.stored["variants"]
+        there = {name: self.variants[name] for name in dict.fromkeys(names) if not found[name]["failed"]}
         timings = Turns(bed, there, self.setting, self.stored["rates"]).take(num_rounds)
         for name, timing in timings.items():
             one = self.stored["variants"][name]
@@ -157,6 +160,7 @@ class Run:
             for kind in ("seconds", "relative", "bytes_sent"):
                 for rate, values in getattr(timing, kind).items():
                     one[kind][rate] += values
+        link_table.mix(self.stored)
         self.write()
 
     def confirm(self, bed: Bed) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import link_table
 from benchmarks.language import FOLLOWS, HELD_OUT, Language
-from benchmarks.links import period, reached
+from benchmarks.links import period, reached, stages
 from benchmarks.peers import IDEAL, PINS, Variant
 from benchmarks.slow_link import PEERS, PLANS, SAME_STEPS
 from benchmarks.turns import ORDINARY, SHORT, costs, seconds_a_step, shortened
@@ -89,6 +89,17 @@ def test_seconds_to_the_target_are_steps_times_seconds():
     }
     assert link_table.soonest(STORED, "1gbit", ours=True) == ["ddp", "local(every=32)"]
     assert link_table.soonest(STORED, "1gbit", ours=False) == ["torch DDP"]
+
+
+def test_a_plan_that_begins_as_ddp_takes_the_time_of_both():
+    assert stages("local(every=8,after=20),wire=int4") == ("ddp,wire=int4", "local(every=8),wire=int4", 20)
+    assert stages("local(every=8),wire=int4") is None
+    words = {"ddp": (2.0, None), "local(every=8)": (1.0, None), "local(every=8,after=20)": (0.0, 80.0)}
+    found = {word: variant(True, *told) | {"word": word} for word, told in words.items()}
+    stored = {"rates": ["1gbit"], "variants": found}
+    link_table.mix(stored)
+    assert found["local(every=8,after=20)"]["relative"] == {"1gbit": [1.25] * 3}
+    assert found["ddp"]["relative"] == {"1gbit": [2.0] * 3}
 
 
 def test_what_failed_or_did_not_arrive_stays_in_the_table():
