@@ -107,7 +107,7 @@ class Run:
         folder = HOMES if given.quick else RESULTS
         self.out = folder / "slow_link.json"
         learned = json.loads((folder / "link_steps.json").read_text())
-        if (learned["setting"], learned.get("warm_up")) != (vars(self.setting), WARM_UP):
+        if (learned["setting"], learned.get("warm_up") or 0) != (vars(self.setting), WARM_UP):
             raise SystemExit("link_steps.json is of another model or schedule\n  do: run benchmarks.link_steps again")
         self.variants = {IDEAL: Variant(file="alone"), **{name: PEERS[name] for name in given.peers}}
         parts = [part for plan in given.plans for part in (stages(plan) or ())[:2]]

@@ -64,6 +64,7 @@ def main() -> None:
     given = json.loads(heard.readline())
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
+    torch.set_float32_matmul_precision(os.environ.get("BENCHMARK_PRODUCTS", "highest"))
     model = Gpt(**given["model"]).to(os.environ.get("BENCHMARK_DEVICE", "cpu"))
     try:
         step: Step = importlib.import_module(f"benchmarks.peers.{given['file']}").build(given["word"], model)
