@@ -22,8 +22,8 @@ from tests.bed import INTERFACE, Bed
 WORLD = 2
 EVALUATED_EVERY, HELD_OUT_ROWS = 5, 16
 WARM_UP = 0
-"""Steps over which learning rates grow. With 30 of them torch DDP is soonest at 1e-3, and needs 141, 159 and more than 260
-steps with three seeds; without, at 3.5e-4, it needs 158, 176 and 173."""
+"""Steps over which learning rates grow. With 30 of them torch DDP is soonest at 1e-3, and needs 141, 159 and more than
+260 steps with three seeds; without, at 3.5e-4, it needs 158, 176 and 173."""
 SECONDS_TURN = 600
 _ports = itertools.count(20_000)
 """Below those that the kernel gives to clients."""
