@@ -42,16 +42,15 @@ def fp16(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
 
 
 def at_random(most: int, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
-    out, blocks = values.clone(), -(-len(values) // 256)
-    table = torch.rand(1 << 20, generator=torch.Generator().manual_seed(1 << 19), dtype=torch.float64)
-    table = table[torch.randint(1 << 19, (), generator=draw) :]
-    moved = torch.rand(blocks, 1, generator=draw, dtype=values.dtype)
-    for k in range(blocks):
-        block = values[256 * k : 256 * k + 256]
+    out, piece = values.clone(), 1 << 19
+    assert len(values) <= piece
+    order = torch.randperm(piece, generator=torch.Generator().manual_seed(piece)).double()
+    noise = ((order + 0.5) / piece).roll(-int(torch.randint(piece, (), generator=draw)))
+    for k in range(0, len(values), 256):
+        block = values[k : k + 256]
         step = (block.abs().max() / most * (1 + 2**-20)).float().double()
-        noise = (table[256 * (k % 2048) :][:256] + moved[k]) % 1
-        steps = (block / step + noise[: len(block)]).floor() if step else block * 0
-        out[256 * k : 256 * k + 256] = steps * step
+        steps = (block / step + noise[k : k + len(block)]).floor() if step else block * 0
+        out[k : k + 256] = steps * step
     return out
 
 
@@ -59,7 +58,7 @@ def int2(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     out = values.clone()
     for k in range(0, len(values), 256):
         block = values[k : k + 256]
-        step = (0.9957 * block.pow(2).mean().sqrt()).float().double()
+        step = 2 * (0.9957 / 2 * block.pow(2).mean().sqrt()).float().double()
         sizes = torch.where(block.abs() < step, 0.5, 1.5)
         out[k : k + 256] = torch.where(block >= 0, sizes, -sizes) * step
     return out

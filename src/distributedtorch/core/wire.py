@@ -75,9 +75,9 @@ def is_finite(values: Tensor) -> bool:
 
 
 def sums(
-    comm: Comm, wire: Wire, name: str, slabs: Sequence[Slab], fill: Callable[[int], Tensor]
+    comm: Comm, wire: Wire, name: str, slabs: Sequence[Slab], fill: Callable[[int, Tensor], object]
 ) -> Iterator[tuple[Slab, Tensor]]:
-    """Each slab's sum over ranks of what `fill` gives for each of its parameters, in memory for a while.
+    """Each slab's sum over ranks of what `fill` writes for each of its parameters, in memory for a while.
 
     The next slab begins to travel before the last has arrived.
     """
@@ -86,7 +86,7 @@ def sums(
         flat = comm.pool.borrow(slab.numel, slab.dtype, slab.device, shared=True)
         flat[sum(slot.numel for slot in slab.slots) :].zero_()
         for slot in slab.slots:
-            slot.view(flat).copy_(fill(slot.index))
+            fill(slot.index, slot.view(flat))
         slots = {slot.index: slot for slot in slab.slots}
         pending = [
             wire.all_reduce(f"{name}/{number}.{k}", flat, bucket.bounds, [slots[index] for index in bucket.slots])

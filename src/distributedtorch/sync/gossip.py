@@ -20,7 +20,7 @@ import torch
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, explain
 from distributedtorch.core.sync import Trained
-from distributedtorch.sync.loose import Loose, Meet
+from distributedtorch.sync.loose import Loose, Meet, power
 from distributedtorch.wire.plain import Plain
 
 
@@ -65,8 +65,8 @@ class Gossip(Loose):
             for slot in slab.slots:
                 slot.view(flat).copy_(self.params[slot.index].detach())
             half = (self.comm.swap(f"{self.name}/{number}", flat, peer, self.rounds) - flat).div_(2)
-            apart += float(half.double().square().sum())
-            size += float(flat.double().square().sum())
+            apart += power(half)
+            size += power(flat)
             flat.add_(half)
             for slot in slab.slots:
                 self.params[slot.index].detach().copy_(slot.view(flat))

@@ -93,9 +93,9 @@ class Groups(Alone):
         """Sum gradients over ranks."""
         params = [self.params[k] for k in which]
 
-        def scaled(place: int) -> Tensor:
+        def scaled(place: int, out: Tensor) -> None:
             grad = mine[which[place]]
-            return torch.zeros_like(params[place]) if grad is None else grad.to_dense() * scale
+            out.zero_() if grad is None else torch.mul(grad.to_dense(), scale, out=out)
 
         for slab, flat in sums(
             self.comm, self.wire, f"{self.name}/{what}", travelling(params, self.wire, self.comm.world), scaled

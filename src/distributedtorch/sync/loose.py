@@ -94,9 +94,9 @@ class Loose(Alone):
 
     @torch.no_grad()
     def meet_in(
-        self, wire: Wire, give: Callable[[int], Tensor], take: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+        self, wire: Wire, give: Callable[[int, Tensor], object], take: Callable[[int, Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[float, float]:
-        """Sum over ranks what `give` says for each parameter; `take` says the replicas' mean and the new value from it.
+        """Sum over ranks what `give` writes for each parameter; `take` says the replicas' mean and the new value then.
 
         Result: squares of how far this replica was from the mean, and of the mean's size.
         """
@@ -105,8 +105,8 @@ class Loose(Alone):
             for slot in slab.slots:
                 param = self.params[slot.index].detach()
                 mean, new = take(slot.index, slot.view(flat))
-                apart += float((param - mean).double().square().sum())
-                size += float(mean.double().square().sum())
+                apart += power(param - mean)
+                size += power(mean)
                 param.copy_(new)
         self.average_buffers()
         return apart, size
@@ -114,7 +114,11 @@ class Loose(Alone):
     def average(self, wire: Wire) -> tuple[float, float]:
         """Give parameters their mean over ranks. Result: as `meet_in`."""
         world = self.comm.world
-        return self.meet_in(wire, lambda k: wide(self.params[k].detach()) / world, lambda _, mean: (mean, mean))
+
+        def give(index: int, out: Tensor) -> None:
+            torch.div(wide(self.params[index].detach()), world, out=out)
+
+        return self.meet_in(wire, give, lambda _, mean: (mean, mean))
 
     def average_buffers(self) -> None:
         average(self.comm, f"{self.name}/buffers", self.buffers)
@@ -190,6 +194,11 @@ def watch_loads(models: Sequence[nn.Module], act: Callable[[], None]) -> list[Re
         return lambda module, _: act() if module is here else None
 
     return [part.register_load_state_dict_post_hook(told(part)) for model in models for part in model.modules()]
+
+
+def power(tensor: Tensor) -> float:
+    """The sum of squares."""
+    return float(torch.linalg.vector_norm(tensor)) ** 2
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from distributedtorch.core.comm import Comm
@@ -61,16 +62,16 @@ class Rounds(Loose):
     def _move(self) -> tuple[float, float]:
         """As `average`, by changes since the last round."""
 
-        def moved(index: int) -> Tensor:
+        def give(index: int, out: Tensor) -> None:
             param, anchor = self.params[index].detach(), self.anchor[index]
-            return (wide(param) - wide(anchor.to(param.dtype))) / self.comm.world  # from where replicas began
+            torch.sub(wide(param), wide(anchor.to(param.dtype)), out=out).div_(self.comm.world)  # from where they began
 
         def follow(index: int, moved: Tensor) -> tuple[Tensor, Tensor]:
             mean = self.anchor[index] + moved
             self.follow(index, moved)
             return mean, self.anchor[index]
 
-        return self.meet_in(self.wire, moved, follow)
+        return self.meet_in(self.wire, give, follow)
 
     def set_period(self, seconds_per_step: float) -> None:
         """Steps until the next round: the same on all ranks, which have the same numbers."""

@@ -92,29 +92,28 @@ class InPieces(Code):
 
 
 class Noise:
-    """Random numbers between 0 and 1 for rounding, as likely as each other, any two of one code independent.
+    """Random numbers between 0 and 1 for rounding, as likely as each other, any two of one code nearly independent.
 
-    Drawing them all would cost more than everything else. So they are taken from a table, from a place that is drawn
-    for each code, and each row is moved round by one more number that is drawn for it.
+    Drawing them all would cost more than everything else, and so would moving them. So they are taken from a table as
+    they are, which has as many equally spaced numbers as a piece, in random order; the place is drawn for each piece.
     """
 
     def __init__(self, draw: torch.Generator) -> None:
-        self.draw, self.first = draw, int(torch.randint(PIECE, (), generator=draw))
+        self.draw = draw
 
-    def fill(self, rows: Tensor) -> Tensor:
-        """Fill the rows of a piece, or of several."""
-        height, width = min(len(rows), PIECE // rows.shape[1]), rows.shape[1]
-        begun = _table(rows.device, rows.dtype)[self.first :][: height * width].view(height, width)
-        moved = torch.rand(len(rows), 1, generator=self.draw, dtype=rows.dtype).to(rows.device)
-        torch.add(begun, moved.view(-1, height, 1), out=rows.view(-1, height, width)).frac_()
-        return rows
+    def of(self, rows: Tensor, *, more: float = 0.0) -> Tensor:
+        """As many as rows have that are the blocks of a piece, or of several; each `more` than that."""
+        table, each = _table(rows.device, rows.dtype, more), min(rows.numel(), PIECE)
+        firsts = torch.randint(PIECE, (max(1, rows.numel() // PIECE),), generator=self.draw).tolist()
+        parts = [table[first : first + each] for first in firsts]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(rows.shape)
 
 
 @cache
-def _table(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Of two pieces' length."""
-    drawn = torch.rand(2 * PIECE, generator=torch.Generator().manual_seed(PIECE), dtype=torch.float64)
-    return drawn.to(device, dtype)
+def _table(device: torch.device, dtype: torch.dtype, more: float) -> Tensor:
+    """Of two pieces' length: it begins again after one."""
+    order = torch.randperm(PIECE, generator=torch.Generator().manual_seed(PIECE)).double()
+    return ((order + 0.5) / PIECE + more).repeat(2).to(device, dtype)
 
 
 def place(code: Tensor, first: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -136,16 +135,13 @@ def in_blocks(rows: Tensor, block: int) -> Tensor:
     return (torch.nn.functional.pad(rows, (0, missing)) if missing else rows).reshape(-1, block)
 
 
-def write_scaled(rows: Tensor, blocks: Tensor, scale: Tensor, *, less: float = 0.0) -> None:
-    """Write blocks of numbers in a shorter type, `less` so much and times their scale, where they were cut from."""
+def write_scaled(rows: Tensor, blocks: Tensor, scale: Tensor) -> None:
+    """Write blocks of numbers in a shorter type, each times its scale, into the rows that they were cut from."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    in_place = rows.dtype == wide and blocks.numel() == rows.numel()
-    values = rows.view(blocks.shape).copy_(blocks) if in_place else blocks.to(wide)
-    if less:
-        values -= less
-    values *= scale
-    if not in_place:
-        rows.copy_(values.view(len(rows), -1)[:, : rows.shape[1]])
+    if rows.dtype == wide and blocks.numel() == rows.numel():
+        rows.view(blocks.shape).copy_(blocks).mul_(scale)
+    else:
+        rows.copy_(blocks.to(wide).mul_(scale).view(len(rows), -1)[:, : rows.shape[1]])
 
 
 def blocks_of(numel: int, block: int) -> int:

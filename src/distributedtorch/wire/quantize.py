@@ -43,7 +43,7 @@ class Int8(InPieces):
         return 4 * blocks_of(numel, INT_BLOCK) + numel
 
     def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
-        whole = _multiples(rows, code, room, noise, most=127.0)
+        whole = _multiples(rows, code, room, noise, most=127.0).floor_()
         place(code, _scales(rows), rows.shape[1], torch.int8).copy_(whole[:, : rows.shape[1]])
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
@@ -60,14 +60,14 @@ class Int4(InPieces):
         return blocks_of(numel, INT_BLOCK) * (4 + INT_BLOCK // 2)
 
     def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
-        _pack(_multiples(rows, code, room, noise, most=7.0).add_(8.0), code[:, _scales(rows) :], bits=4)
+        _pack(_multiples(rows, code, room, noise, most=7.0, more=8.0), code[:, _scales(rows) :], bits=4)
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
-        write_scaled(rows, _unpack(code[:, _scales(rows) :], bits=4), _scale(code, rows), less=8.0)
+        write_scaled(rows, _unpack(code[:, _scales(rows) :], bits=4).sub_(8), _scale(code, rows))
 
 
 class Int2(InPieces):
-    """The nearest of four levels, half a step and one and a half on either side of zero."""
+    """The nearest of four levels, half a step and one and a half on either side of zero; the scale is half a step."""
 
     feedback = True
 
@@ -79,28 +79,33 @@ class Int2(InPieces):
         levels = room[: blocks.numel()].view(blocks.shape)
         of_each = levels.new_full((len(blocks), 1), INT_BLOCK)
         of_each[-1] -= blocks.numel() - rows.numel()
-        size = torch.linalg.vector_norm(blocks, dim=1, keepdim=True).mul_(_FOUR_LEVELS).div_(of_each.sqrt_())
-        step = _write_scale(size, code, rows, room)
-        torch.div(blocks, step, out=levels).floor_().clamp_(-2.0, 1.0).add_(2.0)
+        size = torch.linalg.vector_norm(blocks, dim=1, keepdim=True).mul_(_FOUR_LEVELS / 2).div_(of_each.sqrt_())
+        step = _write_scale(size, code, rows, room).mul_(2.0)
+        torch.addcdiv(_middle(levels), blocks, step, out=levels).clamp_(0.0, 3.0)
         _pack(levels.view(len(rows), -1), code[:, _scales(rows) :], bits=2)
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
-        write_scaled(rows, _unpack(code[:, _scales(rows) :], bits=2), _scale(code, rows), less=1.5)
+        write_scaled(rows, _unpack(code[:, _scales(rows) :], bits=2).mul_(2).sub_(3), _scale(code, rows))
 
 
-def _multiples(rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None, *, most: float) -> Tensor:
-    """Numbers as whole steps of their block, of which its largest has `most`; the steps are written to the code."""
+def _middle(levels: Tensor) -> Tensor:
+    """Where zero is among four levels."""
+    return levels.new_full((), 2.0)
+
+
+def _multiples(
+    rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None, *, most: float, more: float = 0.0
+) -> Tensor:
+    """Numbers as steps of their block, of which its largest has `most`, and what they are rounded down to once `more`
+    and noise, or a half, were added. The steps are written to the code."""
     blocks = in_blocks(rows.to(room.dtype), INT_BLOCK)
     steps = room[: blocks.numel()].view(blocks.shape)
     size = largest(blocks, room)
     size /= size.new_full((), most)  # by a plain number accelerators would multiply with its inverse
     size *= 1.0 if noise is None else _WIDER
     step = _write_scale(size, code, rows, room)
-    if noise is None:
-        torch.div(blocks, step, out=steps).add_(0.5)
-    else:
-        noise.fill(steps).addcdiv_(blocks, step)
-    return steps.floor_().view(len(rows), -1)
+    begun = steps.new_full((), more + 0.5) if noise is None else noise.of(steps, more=more)
+    return torch.addcdiv(begun, blocks, step, out=steps).view(len(rows), -1)
 
 
 def _write_scale(size: Tensor, code: Tensor, rows: Tensor, room: Tensor) -> Tensor:
@@ -119,7 +124,7 @@ def _scale(code: Tensor, rows: Tensor) -> Tensor:
 
 
 def _pack(levels: Tensor, code: Tensor, *, bits: int) -> None:
-    """Put several small numbers into a byte: those of the first part of a row into the lowest bits, and so on."""
+    """Put several small numbers, rounded down, into a byte: those of the first part of a row into the lowest bits."""
     parts = levels.to(torch.int8).view(torch.uint8).view(len(levels), 8 // bits, -1)  # to uint8 it takes seven times
     code.copy_(parts[:, 0])
     for k in range(1, 8 // bits):
