@@ -93,13 +93,29 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     world.undo += [sync.settle for sync in syncs]
 
 
+def _left(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[int, tuple[str, nn.Parameter]]:
+    """Trainable parameters that no optimizer has."""
+    owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    return {id(p): (n, p) for m in models for n, p in m.named_parameters() if p.requires_grad and id(p) not in owned}
+
+
+def none_left(models: list[nn.Module], optimizers: list[Optimizer], plan: Plan) -> None:
+    """Refuse trainable parameters that no optimizer has, where gradients are averaged at first only."""
+    left = [name for name, _ in _left(models, optimizers).values()]
+    if left and optimizers:
+        some = ", ".join(left[:3]) + (", ..." if left[3:] else "")
+        given = f"trainable parameters that no optimizer has ({some}) under {plan}"
+        needed = "an optimizer for each: clipping would count gradients that differ between ranks"
+        do = "p.requires_grad_(False), give them to the optimizer, or leave `after` out"
+        raise UsageError(explain(given, needed, do))
+
+
 def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> None:
     """Average the gradients of trainable parameters that no optimizer has too: clipping and logging read them."""
     loop = world.loop
     for member in [m for m in loop.members if m.sync.optimizer is None]:
         loop.remove(member)
-    owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    left = {id(p): (n, p) for m in models for n, p in m.named_parameters() if p.requires_grad and id(p) not in owned}
+    left = _left(models, optimizers)
     if left and optimizers:
         sparse = tables(models)
         for rows, kind in ((False, "rest"), (True, "tables/rest")):

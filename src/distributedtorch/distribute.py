@@ -86,7 +86,7 @@ def distribute(
     if effective.apart:
         apart.part(given, effective, world)
     result, loaders = _attach(objects, given, effective, world, fill)
-    synchronised = given.models if world.size > 1 and effective.lockstep else []
+    synchronised = given.models if world.size > 1 and effective.begins_in_lockstep else []
     batchnorms = sum(map(batchnorm.count, synchronised))
     report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
     _remember(effective, given)
@@ -193,7 +193,7 @@ def _attach(
             world.parts(plan.replicas)  # here, where all ranks come
         for model in given.models:
             attach.same_weights(model, comm)
-            world.undo += batchnorm.synchronise(model, loop) if plan.lockstep else []
+            world.undo += batchnorm.synchronise(model, loop) if plan.begins_in_lockstep else []
     if plan.recompute:
         world.undo += attach.recompute(given.models, plan.block)
     if RUN.plan is None:
@@ -228,6 +228,8 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
             attach.frozen(given.models, partial(recipes.divide_frozen, models=given.models, plan=plan, world=world))
         elif plan.share:
             attach.frozen(given.models, partial(recipes.keep_once, world=world))
+    elif world.size > 1 and plan.begins_in_lockstep:
+        attach.none_left(models, [*RUN.optimizers, *given.optimizers], plan)
 
 
 def _devices(given: inspect.Given) -> set[torch.device]:

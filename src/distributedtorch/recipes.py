@@ -140,7 +140,8 @@ def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> Non
 
 def _rounds(kind: Callable[..., Loose]) -> Build:
     def build(trained: Trained, plan: Plan, world: World) -> Sync:
-        made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **plan.options(plan.sync))
+        options = {name: value for name, value in plan.options(plan.sync).items() if value != 0}
+        made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **options)
         world.undo.append(made.close)
         return made
 
@@ -148,7 +149,7 @@ def _rounds(kind: Callable[..., Loose]) -> Build:
 
 
 def _local(trained: Trained, plan: Plan, world: World) -> Sync:
-    after = "after" in plan.options("local")
+    after = plan.begins_in_lockstep
     rows = tables(trained.models) if after else set()
     if any(id(param) in rows for param in trained.params):
         do = "sparse=False, or leave `after` out"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -178,6 +179,7 @@ def rounds() -> None:
     check("local(every=4,after=5)", every(4, after=5), together_for=5)
     check("local(every=3,after=2),accumulate=2", every(3, after=2), window=2, together_for=2)
     check("local(every=3,after=0)", every(3))
+    check("local(every=2,after=3)", every(2, after=3), sgd, norm=True, together_for=3)
     check("local(every=2),accumulate=2", every(2), window=2)
     check("local(every=2)", every(2), sgd, norm=True)  # Adam would make much of a bias that has no effect
     check("diloco(every=3)", nesterov(3))
@@ -284,6 +286,35 @@ def spread(model: nn.Module) -> float:
     return float((every_one - every_one[0]).abs().max())
 
 
+def post() -> None:
+    """local(after=...): what it refuses, and that it can be taken back to an earlier step with gradients shown."""
+    model = net()
+    some = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with pytest.raises(dt.UsageError, match=r"0\.weight.*\n.*\n.*requires_grad_\(False\)"):
+        dt.distribute(model, some, plan="local(every=4,after=3)")
+    release()
+    for after, back in ((100, "together"), (3, "over the parting")):
+        model, step = stepping(f"local(every=2,after={after}),wire=int2", set_to_none=False)
+        step(0)
+        early = {name: value.clone() for name, value in here().loop.members[0].sync.own_state().items()}
+        for number in range(1, 6):
+            step(number)
+        truth = [p.detach().clone() for p in model.parameters()]
+        release()
+        model, step = stepping(f"local(every=2,after={after}),wire=int2", set_to_none=False)
+        step(0)
+        kept = copy.deepcopy(here().loop.members[0].sync.optimizer.state_dict())
+        for number in range(1, 4 if after == 3 else 3):
+            step(number)
+        sync = here().loop.members[0].sync
+        sync.optimizer.load_state_dict(kept)
+        sync.take_own_state(early)
+        for number in range(1, 6):
+            step(number)
+        assert all(map(torch.equal, truth, model.parameters())), f"taken back {back}: goes on in another way"
+        release()
+
+
 def saved(folder: Path) -> None:
     for number, plan in enumerate(
         [
@@ -329,7 +360,7 @@ def saved(folder: Path) -> None:
         release()
 
 
-def stepping(plan: str) -> tuple[nn.Module, Callable[..., None]]:
+def stepping(plan: str, *, set_to_none: bool = True) -> tuple[nn.Module, Callable[..., None]]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
     model, optimizer = dt.distribute(model, adam(model), plan=plan)
@@ -339,7 +370,7 @@ def stepping(plan: str) -> tuple[nn.Module, Callable[..., None]]:
         (model(x).square().mean() * factor).backward()
         if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):
             optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
 
     return model, step
 
@@ -380,6 +411,7 @@ def main(what: str, folder: Path, words: Sequence[str]) -> None:
         follows()
     else:
         saved(folder)
+        post()
         disturbed()
     dt.print(f"{what} as written out")
 

@@ -149,8 +149,24 @@ def test_blocks_of_zeros_stay_zeros() -> None:
     values[256 * 5 : 256 * 9], values[-777:] = 0.0, 0.0
     for code in (Int8(), Int4(), Int2(), Sign()):
         read = rounded(1, values, code)
-        assert not read[256 * 5 : 256 * 9].any() or isinstance(code, Sign)
+        assert isinstance(code, Sign) or not (read[256 * 5 : 256 * 9].any() or read[-256:].any())
         assert torch.isfinite(read).all() and read[256 * 9 : 256 * 10].any()
+
+
+@pytest.mark.parametrize("code", [Int8(), Int4(), Int2()], ids=named)
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("noisy", [True, False])
+def test_what_is_not_finite_stays_in_its_block(code: Code, bad: float, noisy: bool) -> None:
+    values = numbers(2048)
+    values[:256] = 100.0
+
+    def read() -> Tensor:
+        made = code.encode(values, 5, torch.Generator().manual_seed(1) if noisy else None)
+        return code.decode(made, 2048, torch.float32, 5)
+
+    before = read()
+    values[3] = bad
+    assert torch.equal(read()[256:], before[256:]) and not torch.isfinite(read()[3])
 
 
 @pytest.mark.parametrize("code", [Int2(), Sign()], ids=named)
@@ -159,9 +175,12 @@ def test_what_is_left_out_is_the_difference(code: InPieces, dtype: torch.dtype) 
     """Piece by piece as all at once: what was left out before counts, and nothing of it gets lost."""
     values, left = numbers(MANY, dtype), numbers(MANY + 1, dtype)[1:].clone()
     known = left.clone()
+    whole = values + left
     made = code.encode_more(values, left, 5, None)
     plain = Code.encode_more(code, values, known, 5, None)
     assert made is not None and plain is not None and torch.equal(made, plain) and torch.equal(left, known)
+    read = code.decode(made, MANY, dtype, 5)
+    assert torch.equal(left, whole - read) and read.any()
     assert code.encode_more(torch.full((3000,), 3e38), torch.full((3000,), 3e38), 5, None) is None
 
 

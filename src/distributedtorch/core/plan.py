@@ -121,6 +121,11 @@ class Plan:
         return traits(self.sync).lockstep
 
     @property
+    def begins_in_lockstep(self) -> bool:
+        """Whether they do at least at first: `local(after=...)`."""
+        return self.lockstep or bool(self.options("local").get("after"))
+
+    @property
     def exact(self) -> bool:
         """Whether the result is that of one process, up to rounding."""
         return all(traits(key(word)).exact for word in self.words if _known(word))

@@ -106,6 +106,11 @@ class Loop:
             observe(members)
 
     @property
+    def in_lockstep(self) -> bool:
+        """Whether ranks are at the same batch in every forward now."""
+        return not self.members or any(member.sync.lockstep for member in self.members)
+
+    @property
     def idle(self) -> bool:
         """Whether this rank has no rows of its own in the present batch."""
         return self.rows is not None and self.rows.mine == 0

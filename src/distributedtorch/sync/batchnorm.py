@@ -3,8 +3,8 @@
 Ioffe & Szegedy 2015; statistics combined as in Chan, Golub & LeVeque 1979.
 
 Each rank holds nothing more. Travels per layer and step: 2C+1 numbers forward, 2C backward, to every rank.
-Used under every sync whose replicas step together; a rank without samples is masked out. Differentiating twice through
-it is refused. The module keeps its class, its parameters and its name.
+Used under every sync while its replicas step together; a rank without samples is masked out. Differentiating twice
+through it is refused. The module keeps its class, its parameters and its name.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def synchronise(model: nn.Module, loop: Loop) -> list[Callable[[], None]]:
 
 
 def forward(self: _BatchNorm, input: Tensor) -> Tensor:
-    """The forward of a synchronised module: its own outside training."""
-    if not self.training:
+    """The forward of a synchronised module: its own outside training, and where replicas step alone by now."""
+    if not self.training or not _loop[0].in_lockstep:
         return type(self).forward(self, input) if not isinstance(self, nn.SyncBatchNorm) else _evaluate(self, input)
     if input.dim() < 2 or (input.dim() == 2 and isinstance(self, (nn.BatchNorm2d, nn.BatchNorm3d))):
         self._check_input_dim(input)

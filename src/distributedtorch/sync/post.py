@@ -2,7 +2,7 @@
 
 Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
 
-Each rank holds: what ddp holds at first, what `local` holds later.
+Each rank holds: what ddp holds at first, with a lossy wire also the parameters once more; what `local` holds later.
 Travels per step and rank: 2 Psi (N-1)/N at first, behind backward; that much divided by `every` afterwards.
 Use it where `local` falls behind at the start, when gradients change fast and optimizers such as Adam learn their
 scale: `local(every=16,after=100)`. Until the two part, replicas are those of ddp, optimizer state included. What a wire
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from distributedtorch.core.comm import Comm
-from distributedtorch.core.sync import Trained
+from distributedtorch.core.sync import Trained, bytes_of
 from distributedtorch.core.wire import Wire
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.local import Local
 from distributedtorch.sync.loose import Meet
+from distributedtorch.sync.memory import checksum
 
 
 class PostLocal(Local):
@@ -34,12 +35,22 @@ class PostLocal(Local):
     def __init__(self, trained: Trained, comm: Comm, wire: Wire, meet: Meet, *, after: int, **options: Any) -> None:
         super().__init__(trained, comm, wire, meet, **options)
         self.after, self.trained = after, trained
-        self.first = self._together()
+        self.first: Ddp | None = None
         """What averages gradients; None when replicas step alone."""
+        self._set_out()
 
-    def _together(self) -> Ddp | None:
-        params, names, optimizer, name = self.params, self.names, self.optimizer, self.trained.name
-        return Ddp(params, names, optimizer, self.comm, name, wire=self.wire) if self.steps < self.after else None
+    def _set_out(self) -> None:
+        """As many steps were taken as `steps` says: together, or each replica alone."""
+        if self.steps >= self.after:
+            if self.first is not None:
+                self.first = None
+                for param in self.params:
+                    param.grad = None if param.grad is None else param.grad.clone()  # it looked into ddp's memory
+                self.remember()
+        elif self.first is None:
+            params, names, optimizer = self.params, self.names, self.optimizer
+            self.first = Ddp(params, names, optimizer, self.comm, self.trained.name, wire=self.wire)
+        self.began = time.monotonic()
 
     @property
     def lockstep(self) -> bool:  # type: ignore[override]
@@ -99,19 +110,18 @@ class PostLocal(Local):
         return result
 
     def _part(self) -> None:
-        """From here on replicas step alone."""
-        self.first = None
-        self.remember()
-        self._begin_here()
-        self.began = time.monotonic()
-
-    def _begin_here(self) -> None:
-        """Replicas are the same now, and nothing is left out."""
-        self.wire.take_state({})
+        """From here on replicas step alone, and begin alike."""
+        self._set_out()
+        sums = [checksum(param.detach().contiguous()) for param in self.params]
+        every = self.comm.exchange(f"{self.name}/parting", torch.tensor(sums))
         self.refilled = False
-        with torch.no_grad():
+        if bool((every == every[0]).all()):
+            self.wire.take_state({})
             for param, anchor in zip(self.params, self.anchor, strict=False):
                 anchor.copy_(param.detach())
+            self.average_buffers()
+        else:
+            self.begin_anew()
 
     def loaded(self) -> None:
         super().loaded()
@@ -120,12 +130,15 @@ class PostLocal(Local):
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
         super().take_own_state(state)
-        self.first = self._together()
+        self._set_out()
 
     def take_common_state(self, state: Mapping[str, Tensor]) -> None:
         self.steps = int(state["steps"])
-        self.first = self._together()
-        self._begin_here()
+        self._set_out()
+        self.loaded()
 
     def bytes_held(self) -> dict[str, int]:
-        return super().bytes_held() if self.first is None else self.first.bytes_held()
+        if self.first is None:
+            return super().bytes_held()
+        held = self.first.bytes_held()
+        return {**held, "parameters": held["parameters"] + sum(map(bytes_of, self.anchor))}

@@ -6,9 +6,10 @@ Descent", Interspeech 2014, and Karimireddy et al., "Error Feedback Fixes SignSG
 leaves out kept).
 
 Bytes per number: int8 1 + 4/256, int4 1/2 + 4/256, int2 1/4 + 4/256, sign 1/8 + 4/2048. Use int8 where fp16 is not
-enough, int4 where int8 is not: their noise is small beside that of a batch (int4's has a 36th of a gradient's power).
+enough, int4 where int8 is not: their noise is small beside that of a batch (int4's has 3% of a gradient's power).
 Use int2 or sign where links are slower still; they need the kept errors, as much memory as the gradients have. int2
-leaves out an eighth of a gradient's power at a time, sign a third.
+leaves out an eighth of a gradient's power at a time, sign a third. Numbers beyond 1e18 are too large for int2: they
+arrive as NaN.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _multiples(
 def _write_scale(size: Tensor, code: Tensor, rows: Tensor, room: Tensor) -> Tensor:
     """Put the scale of each block in front of a code. Result: what its numbers are divided by."""
     scale = place(code, 0, blocks_of(rows.shape[1], INT_BLOCK), torch.float32).copy_(size.view(len(rows), -1))
-    return scale.where(scale > _LEAST, 1.0).to(room.dtype).view(-1, 1)
+    return scale.where(~(scale <= _LEAST), 1.0).to(room.dtype).view(-1, 1)
 
 
 def _scales(rows: Tensor) -> int:
@@ -126,6 +127,7 @@ def _scale(code: Tensor, rows: Tensor) -> Tensor:
 def _pack(levels: Tensor, code: Tensor, *, bits: int) -> None:
     """Put several small numbers, rounded down, into a byte: those of the first part of a row into the lowest bits."""
     parts = levels.to(torch.int8).view(torch.uint8).view(len(levels), 8 // bits, -1)  # to uint8 it takes seven times
+    parts &= (1 << bits) - 1  # what is not finite stays in its block
     code.copy_(parts[:, 0])
     for k in range(1, 8 // bits):
         code |= parts[:, k] << bits * k
