@@ -53,7 +53,7 @@ MENU: dict[str, Recipe] = {
         traits=Traits(exact=False, lockstep=False, owns="whole"),
         summary="Replicas step alone and average their parameters every so many steps (or seconds, or by their drift).",
         holds="parameters Ψ (2Ψ with a wire), gradients Ψ, optimizer state K·Ψ",
-        travels="2Ψ(N-1)/N per round: all-reduce of parameters, or with a wire of changes; with `after` per step at first",
+        travels="2Ψ(N-1)/N per round: all-reduce of parameters, with a wire of changes; at first per step with `after`",
     ),
     "diloco": Recipe(
         traits=Traits(exact=False, lockstep=False, owns="whole"),
