@@ -15,7 +15,8 @@ products of matrices by bfloat16 numbers, for all variants alike, which takes 0.
    one model. The learning rate with the fewest steps counts.
 3. At that learning rate the other seeds: other weights, other batches.
 
-Writes benchmarks/results/link_steps.json after each run; `--quick` is a tiny model, into .peers/.
+Writes benchmarks/results/link_steps.json after each run; `--quick` is a tiny model, into .peers/. `--join FILE ...` runs
+nothing: it makes one file of several of the same target (`--out`), in which seeds are those of a variant's best rate.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", help="peers' names and plans; all where none is given")
     parser.add_argument("--products", default="highest", help="torch's word for how exact those of matrices are")
     parser.add_argument("--first-port", type=int, default=20_000, help="another for a second run beside this one")
+    parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="of earlier runs, into --out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="a tiny model: does everything run?")
     return parser.parse_args()
@@ -129,8 +131,30 @@ class Steps:
         self.take([(name, rate, seed) for seed in range(1, self.given.seeds) for name, rate in there.items()])
 
 
+def joined(files: list[Path]) -> dict[str, Any]:
+    """What several runs with one target have stored, as if it were one run."""
+    every = [json.loads(file.read_text()) for file in files]
+    if len({(one["target"], json.dumps(one["setting"])) for one in every}) > 1:
+        raise SystemExit(
+            "files of several targets or models\n  needed: one target\n  do: name those that belong together"
+        )
+    whole: dict[str, Any] = {**every[0], "origin": [one["origin"] for one in every], "variants": {}}
+    whole["learning_rates"] = sorted({rate for one in every for rate in one["learning_rates"]})
+    for one in every:
+        for name, found in one["variants"].items():
+            known = whole["variants"].setdefault(name, {"failed": found["failed"], "curves": {}, "seeds": {}})
+            before = best_curve(known)
+            known["curves"] |= found["curves"]
+            if best_curve(known) != before:
+                known["seeds"] = found["seeds"]
+    return whole
+
+
 def main() -> None:
     given = options()
+    if given.join:
+        given.out.write_text(json.dumps(joined(given.join), indent=1) + "\n")
+        return
     ports_from(given.first_port)
     os.environ["BENCHMARK_PRODUCTS"] = given.products
     Steps(given).run()

@@ -43,6 +43,9 @@ PLANS = (
     "ddp",
     "ddp,wire=fp16",
     "ddp,wire=int8",
+    "ddp,wire=int4",
+    "ddp,wire=int2",
+    "local(every=8,after=64),wire=int4",
     "ddp,wire=topk(0.01)",
     "ddp,wire=powersgd(rank=4)",
     "local(every=4),wire=int8",
@@ -78,8 +81,10 @@ PEERS = {
         for every, outer, momentum, delay in TORCHFT
     },
 }
-SAME_STEPS = {"torch DDP, 5 MB": "torch DDP", "torch DDP, 100 MB": "torch DDP"}
-"""Variants that train like another: only their times differ."""
+SAME_STEPS = dict.fromkeys(
+    ("torch DDP, 5 MB", "torch DDP, 100 MB", "torch DDP, fp16", "torch DDP, bf16", "ddp", "ddp,wire=fp16"), "torch DDP"
+)
+"""Variants that train like another: only their times differ (with 16 bits by 1% of the steps at three rates)."""
 
 TINY = Setting(
     model={"layers": 2, "d": 64, "vocabulary": 512, "length": 32, "tied": 0}, batch=4, steps=2, parameters=170_000
