@@ -15,7 +15,7 @@ products of matrices by bfloat16 numbers, for all variants alike, which takes 0.
    one model. The learning rate with the fewest steps counts.
 3. At that learning rate the other seeds: other weights, other batches.
 
-Writes benchmarks/results/link_steps.json after each run; `--quick` is a tiny model, into .peers/. `--join FILE ...` runs
+Writes benchmarks/results/link_steps.json after each run; `--quick` is a tiny model, into .peers/. `--join FILES` runs
 nothing: it makes one file of several of the same target (`--out`), in which seeds are those of a variant's best rate.
 """
 
