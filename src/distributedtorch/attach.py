@@ -106,7 +106,7 @@ def none_left(models: list[nn.Module], optimizers: list[Optimizer], plan: Plan) 
         some = ", ".join(left[:3]) + (", ..." if left[3:] else "")
         given = f"trainable parameters that no optimizer has ({some}) under {plan}"
         needed = "an optimizer for each: clipping would count gradients that differ between ranks"
-        do = "p.requires_grad_(False), give them to the optimizer, or leave `after` out"
+        do = "p.requires_grad_(False), pass all optimizers in one call, or leave `after` out"
         raise UsageError(explain(given, needed, do))
 
 

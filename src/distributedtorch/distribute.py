@@ -220,6 +220,8 @@ def _attach(
 def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
     """Give every parameter a sync: those of optimizers, those of none, and frozen ones where the plan divides them."""
     models = [*RUN.models, *given.models]
+    if world.size > 1 and plan.begins_in_lockstep and not plan.lockstep:
+        attach.none_left(models, [*RUN.optimizers, *given.optimizers], plan)
     for optimizer in given.optimizers:
         attach.optimizer(optimizer, models, plan, world, recipes.sync)
     if world.size > 1 and plan.lockstep:
@@ -228,8 +230,6 @@ def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
             attach.frozen(given.models, partial(recipes.divide_frozen, models=given.models, plan=plan, world=world))
         elif plan.share:
             attach.frozen(given.models, partial(recipes.keep_once, world=world))
-    elif world.size > 1 and plan.begins_in_lockstep:
-        attach.none_left(models, [*RUN.optimizers, *given.optimizers], plan)
 
 
 def _devices(given: inspect.Given) -> set[torch.device]:

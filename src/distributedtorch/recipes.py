@@ -140,7 +140,7 @@ def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> Non
 
 def _rounds(kind: Callable[..., Loose]) -> Build:
     def build(trained: Trained, plan: Plan, world: World) -> Sync:
-        options = {name: value for name, value in plan.options(plan.sync).items() if value != 0}
+        options = {name: value for name, value in plan.options(plan.sync).items() if (name, value) != ("after", 0)}
         made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **options)
         world.undo.append(made.close)
         return made

@@ -165,10 +165,12 @@ def check(
     window: int = 1,
     norm: bool = False,
     together_for: int = 0,
+    converted: bool = False,
 ) -> None:
     batch = 12 if norm else 5  # a single row has no variance
     truth = by_hand(net(norm=norm), make, rule, window, batch, together_for=together_for)
-    found = distributed(net(norm=norm), make, plan, batch)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(net(norm=norm)) if converted else net(norm=norm)
+    found = distributed(model, make, plan, batch)
     compare(plan, truth, found)
     release()
 
@@ -180,6 +182,7 @@ def rounds() -> None:
     check("local(every=3,after=2),accumulate=2", every(3, after=2), window=2, together_for=2)
     check("local(every=3,after=0)", every(3))
     check("local(every=2,after=3)", every(2, after=3), sgd, norm=True, together_for=3)
+    check("local(every=2,after=3)", every(2, after=3), sgd, norm=True, together_for=3, converted=True)
     check("local(every=2),accumulate=2", every(2), window=2)
     check("local(every=2)", every(2), sgd, norm=True)  # Adam would make much of a bias that has no effect
     check("diloco(every=3)", nesterov(3))
@@ -279,6 +282,12 @@ def follows() -> None:
         release()
 
 
+def same(tensor: Tensor) -> bool:
+    """Whether all ranks have it alike."""
+    every_one = here().comm.exchange("same", tensor.detach())
+    return bool((every_one == every_one[0]).all())
+
+
 def spread(model: nn.Module) -> float:
     """How far replicas are apart."""
     flat = torch.cat([p.detach().view(-1) for p in model.parameters()])
@@ -293,6 +302,19 @@ def post() -> None:
     with pytest.raises(dt.UsageError, match=r"0\.weight.*\n.*\n.*requires_grad_\(False\)"):
         dt.distribute(model, some, plan="local(every=4,after=3)")
     release()
+    for plan in ("local(every=100,after=3),wire=int4", "local(every=100,after=3)"):
+        model = net(norm=True)
+        model, optimizer = dt.distribute(model, sgd(model), plan=plan)
+        for number in range(3):
+            F.mse_loss(model(torch.ones(4, 8) * number + torch.eye(4, 8)), torch.zeros(4, 3)).backward()
+            if number == 2:
+                model[0].bias.data.add_(dt.rank())
+                model[1].running_mean.add_(dt.rank())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert spread(model) == 0, f"{plan}: replicas that differ when they part stay apart"
+        assert same(model[1].running_mean), f"{plan}: running statistics stay apart"
+        release()
     for after, back in ((100, "together"), (3, "over the parting")):
         model, step = stepping(f"local(every=2,after={after}),wire=int2", set_to_none=False)
         step(0)

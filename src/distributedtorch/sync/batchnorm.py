@@ -37,19 +37,14 @@ def synchronise(model: nn.Module, loop: Loop) -> list[Callable[[], None]]:
 def forward(self: _BatchNorm, input: Tensor) -> Tensor:
     """The forward of a synchronised module: its own outside training, and where replicas step alone by now."""
     if not self.training or not _loop[0].in_lockstep:
-        return type(self).forward(self, input) if not isinstance(self, nn.SyncBatchNorm) else _evaluate(self, input)
+        own = _BatchNorm if isinstance(self, nn.SyncBatchNorm) else type(self)  # that one's own asks for a GPU
+        return own.forward(self, input)
     if input.dim() < 2 or (input.dim() == 2 and isinstance(self, (nn.BatchNorm2d, nn.BatchNorm3d))):
         self._check_input_dim(input)
     output, mean, var, count = _Normalise.apply(input, self.weight, self.bias, self.eps, _loop[0], _loop[0].idle)
     if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
         _follow(self, mean, var, count)
     return output  # type: ignore[no-any-return]
-
-
-def _evaluate(self: _BatchNorm, input: Tensor) -> Tensor:
-    return nn.functional.batch_norm(
-        input, self.running_mean, self.running_var, self.weight, self.bias, not self.track_running_stats, 0.0, self.eps
-    )
 
 
 def _follow(self: _BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:

@@ -198,7 +198,8 @@ def watch_loads(models: Sequence[nn.Module], act: Callable[[], None]) -> list[Re
 
 def power(tensor: Tensor) -> float:
     """The sum of squares, in parts: a long sum in float32 comes out too small."""
-    return sum(float(torch.linalg.vector_norm(part)) ** 2 for part in tensor.reshape(-1).split(1 << 16))
+    parts = [torch.linalg.vector_norm(part) for part in tensor.reshape(-1).split(1 << 16)]
+    return float(torch.stack(parts).double().square().sum())
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class PostLocal(Local):
             return super().update(step)
         result = step()
         self.steps += 1
-        if self.steps == self.after:
+        if self.steps >= self.after:
             self._part()
         return result
 
@@ -133,7 +133,7 @@ class PostLocal(Local):
         self._set_out()
 
     def take_common_state(self, state: Mapping[str, Tensor]) -> None:
-        self.steps = int(state["steps"])
+        self.steps, self.taken = int(state["steps"]), 0
         self._set_out()
         self.loaded()
 
