@@ -40,7 +40,7 @@ PLANS = (
     *(f"ddp,wire={wire}" for wire in WIRES),
     *("local(every=3)", "local(every=3),wire=int8", "diloco(every=3),wire=topk(0.05)", "gossip", "groups(every=3)"),
 )
-SAME_BYTES = ("Bf16", "Fp16", "Int8", "Int4")
+SAME_BYTES = ("Bf16", "Fp16", "Int8")
 STEPS, GIB = 7, 1 << 30
 
 

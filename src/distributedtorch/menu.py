@@ -169,8 +169,8 @@ MENU: dict[str, Recipe] = {
             ("bf16", "Numbers travel in bfloat16.", UNCHANGED, "half of it in float32"),
             ("fp16", "Numbers travel in float16, scaled block by block.", UNCHANGED, "half of it in float32"),
             ("int8", "Numbers travel in 8 bits, rounded at random.", UNCHANGED, "0.254 of it in float32"),
-            ("int4", "Numbers travel in 4 bits, rounded at random.", UNCHANGED, "0.129 of it in float32"),
-            ("int2", "Numbers travel in 2 bits.", LEFT_OUT, "0.066 of it in float32"),
+            ("int4", "Numbers travel in 4 bits, to the nearest of 16 levels.", LEFT_OUT, "0.129 of it in float32"),
+            ("int2", "Numbers travel in 2 bits, to the nearest of 4 levels.", LEFT_OUT, "0.066 of it in float32"),
             ("sign", "Signs travel, and a scale per 2048 of them.", LEFT_OUT, "0.032 of it in float32"),
             (
                 "topk",

@@ -49,4 +49,4 @@ def test_wires(world: int) -> None:
 @pytest.mark.timeout(120)
 def test_a_wire_that_forgets_what_it_left_out_is_seen() -> None:
     ended = forked.run(2, WIRES, "forget")
-    assert ended.returncode != 0 and "ddp,wire=int2: " in ended.stderr
+    assert ended.returncode != 0 and "ddp,wire=int4: " in ended.stderr

@@ -17,7 +17,7 @@ def test_two_optimizers_and_several_types() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("what", "said"), [("forget", "wire=int2"), ("at once", "delay=1")])
+@pytest.mark.parametrize(("what", "said"), [("forget", "wire=int4"), ("at once", "delay=1")])
 def test_a_wrong_one_is_seen(what: str, said: str) -> None:
     ended = forked.run(2, POOL, what)
     assert ended.returncode != 0 and "AssertionError" in ended.stderr and said in ended.stderr

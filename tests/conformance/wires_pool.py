@@ -41,26 +41,26 @@ def fp16(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     return out
 
 
-def at_random(most: int, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+def int8(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     out, piece = values.clone(), 1 << 19
     assert len(values) <= piece
     order = torch.randperm(piece, generator=torch.Generator().manual_seed(piece)).double()
     noise = ((order + 0.5) / piece).roll(-int(torch.randint(piece, (), generator=draw)))
     for k in range(0, len(values), 256):
         block = values[k : k + 256]
-        step = (block.abs().max() / most * (1 + 2**-20)).float().double()
+        step = (block.abs().max() / 127 * (1 + 2**-20)).float().double()
         steps = (block / step + noise[k : k + len(block)]).floor() if step else block * 0
         out[k : k + 256] = steps * step
     return out
 
 
-def int2(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
+def levels(count: int, apart: float, values: Tensor, key: int, draw: torch.Generator) -> Tensor:
     out = values.clone()
     for k in range(0, len(values), 256):
         block = values[k : k + 256]
-        step = 2 * (0.9957 / 2 * block.pow(2).mean().sqrt()).float().double()
-        sizes = torch.where(block.abs() < step, 0.5, 1.5)
-        out[k : k + 256] = torch.where(block >= 0, sizes, -sizes) * step
+        half = (apart / 2 * block.pow(2).mean().sqrt()).float().double()
+        every = half * torch.arange(1 - count, count, 2, dtype=torch.float64)
+        out[k : k + 256] = every[(block.unsqueeze(1) - every).abs().argmin(dim=1)]
     return out
 
 
@@ -93,9 +93,9 @@ def randomk(values: Tensor, key: int, draw: torch.Generator) -> Tensor:
 CODES: dict[str, tuple[Lossy, bool]] = {
     "bf16": (bf16, False),
     "fp16": (fp16, False),
-    "int8": (partial(at_random, 127), False),
-    "int4": (partial(at_random, 7), False),
-    "int2": (int2, True),
+    "int8": (int8, False),
+    "int4": (partial(levels, 16, 0.3352), True),
+    "int2": (partial(levels, 4, 0.9957), True),
     "sign": (sign, True),
     "topk(0.1)": (topk, True),
     "randomk(0.1)": (randomk, True),

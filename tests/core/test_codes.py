@@ -41,7 +41,7 @@ def test_writing_adding_and_reading_agree(code: Code, count: int, dtype: torch.d
     read, put, sums = code.decode(made, count, dtype, 5), torch.full_like(values, 7.0), torch.full_like(values, 0.5)
     code.put(made, put, 5)
     assert torch.equal(read, put)
-    near = {Bf16: 0.01, Fp16: 0.01, Int8: 1 / 126, Int4: 1 / 6}.get(type(code))
+    near = {Bf16: 0.01, Fp16: 0.01, Int8: 1 / 126}.get(type(code))
     if near is not None:
         assert ((read - values).abs() <= near * values.abs().max()).all() and read.abs().max() > 0
     code.add(made, sums, 5, times=-1)
@@ -88,48 +88,42 @@ def rounded(seed: int, values: Tensor, code: Code | None = None) -> Tensor:
     return code.decode(made, values.numel(), values.dtype, 5)
 
 
-@pytest.mark.parametrize(("code", "most"), [(Int8(), 127), (Int4(), 7)])
-def test_rounding_at_random_is_right_on_average_in_every_piece(code: Code, most: int) -> None:
+def test_rounding_at_random_is_right_on_average_in_every_piece() -> None:
     """The mean error of each number falls as that of independent draws does; rounding to the nearest is seen."""
     values = torch.randn(MANY, generator=torch.Generator().manual_seed(MANY))
-    step = torch.nn.functional.pad(values, (0, -MANY % 256)).view(-1, 256).abs().amax(dim=1) / most
+    step = torch.nn.functional.pad(values, (0, -MANY % 256)).view(-1, 256).abs().amax(dim=1) / 127
     step = step.repeat_interleave(256)[:MANY]
     times = 16
-    mean = torch.stack([rounded(seed, values, code) for seed in range(times)]).mean(dim=0)
+    mean = torch.stack([rounded(seed, values) for seed in range(times)]).mean(dim=0)
     for piece in ((mean - values) / step).split(PIECE):
         assert piece.abs().mean() < 0.5 / times**0.5 and piece.mean().abs() < 0.01
-    nearest = code.decode(code.encode(values, 5, None), MANY, values.dtype, 5)
+    nearest = Int8().decode(Int8().encode(values, 5, None), MANY, values.dtype, 5)
     assert ((nearest - values) / step).abs().mean() > 0.5 / times**0.5
 
 
-@pytest.mark.parametrize("code", [Int8(), Int4()], ids=named)
 @pytest.mark.parametrize("size", [1e-45, 2e-43, 1e-38, 1e-30, 1.0, 3e38])
 @pytest.mark.parametrize("noisy", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_no_number_comes_out_larger_or_with_another_sign(
-    code: Code, size: float, noisy: bool, dtype: torch.dtype
-) -> None:
+def test_no_number_comes_out_larger_or_with_another_sign(size: float, noisy: bool, dtype: torch.dtype) -> None:
     """Bits are not limited to the steps that fit; the steps are chosen so that there are never more."""
     values = (numbers(PIECE).sign() * size).to(dtype)
-    made = code.encode(values, 5, torch.Generator().manual_seed(1) if noisy else None)
-    read = code.decode(made, len(values), values.dtype, 5)
+    made = Int8().encode(values, 5, torch.Generator().manual_seed(1) if noisy else None)
+    read = Int8().decode(made, len(values), values.dtype, 5)
     at_most = values.double().abs() * (1 + (2**-19 if dtype != torch.bfloat16 else 2**-7))
     assert (read.double().abs() <= at_most).all() and (read * values.sign() >= 0).all()
-    at_least = values.double().abs() * (0.98 if isinstance(code, Int8) else 0.85)
-    assert size < 1e-35 or (read.double().abs() >= at_least).all()
+    assert size < 1e-35 or (read.double().abs() >= values.double().abs() * 0.98).all()
 
 
-@pytest.mark.parametrize("most", [127, 7])
-def test_steps_of_every_width_are_never_more_than_fit(most: int) -> None:
+def test_steps_of_every_width_are_never_more_than_fit() -> None:
     """All mantissas of float32 as a block's largest number, with the largest noise there is."""
     largest = torch.arange(1 << 23, dtype=torch.int32).add_(127 << 23).view(torch.float32)
-    step = (largest / most).mul_(quantize._WIDER)
+    step = (largest / 127).mul_(quantize._WIDER)
     noise = torch.tensor(1 - 2**-24)
-    assert (largest / step).add_(noise).floor_().max() == most and (-largest / step).floor_().min() == -most
-    assert (largest / (largest / most)).add_(noise).floor_().max() == most + 1, "nothing would be tested"
+    assert (largest / step).add_(noise).floor_().max() == 127 and (-largest / step).floor_().min() == -127
+    assert (largest / (largest / 127)).add_(noise).floor_().max() == 128, "nothing would be tested"
 
 
-@pytest.mark.parametrize(("code", "at_most"), [(Int4(), 0.035), (Int2(), 0.12), (Sign(), 0.37)])
+@pytest.mark.parametrize(("code", "at_most"), [(Int4(), 0.012), (Int2(), 0.12), (Sign(), 0.37)])
 def test_how_much_is_left_out_of_normal_numbers(code: Code, at_most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As much of their power as levels at the best distance leave out; at another it is more."""
     values = torch.randn(MANY, generator=torch.Generator().manual_seed(1))
@@ -138,9 +132,10 @@ def test_how_much_is_left_out_of_normal_numbers(code: Code, at_most: float, monk
         return float((rounded(1, values, code) - values).square().mean())
 
     assert 0.9 * at_most < left() < at_most
-    if isinstance(code, Int2):
-        monkeypatch.setattr(quantize, "_FOUR_LEVELS", 0.8)
+    for factor in (0.8, 1.2) if isinstance(code, Int4 | Int2) else ():
+        monkeypatch.setattr(type(code), "apart", factor * type(code).apart)
         assert left() > at_most
+        monkeypatch.undo()
 
 
 def test_blocks_of_zeros_stay_zeros() -> None:
@@ -169,7 +164,7 @@ def test_what_is_not_finite_stays_in_its_block(code: Code, bad: float, noisy: bo
     assert torch.equal(read()[256:], before[256:]) and not torch.isfinite(read()[3])
 
 
-@pytest.mark.parametrize("code", [Int2(), Sign()], ids=named)
+@pytest.mark.parametrize("code", [Int4(), Int2(), Sign()], ids=named)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_what_is_left_out_is_the_difference(code: InPieces, dtype: torch.dtype) -> None:
     """Piece by piece as all at once: what was left out before counts, and nothing of it gets lost."""
@@ -204,10 +199,9 @@ def test_half_floats_have_a_scale_near_them() -> None:
 
 def test_reading_and_writing_again_changes_nothing() -> None:
     """To the nearest: what is stored and shown as a code stays where it is."""
-    values = numbers(MANY)
-    for code in (Int8(), Int4()):
-        once = code.encode(values, 5, None)
-        assert torch.equal(code.encode(code.decode(once, MANY, values.dtype, 5), 5, None), once)
+    code, values = Int8(), numbers(MANY)
+    once = code.encode(values, 5, None)
+    assert torch.equal(code.encode(code.decode(once, MANY, values.dtype, 5), 5, None), once)
 
 
 def spread_of_sums(values: Tensor) -> float:
@@ -225,9 +219,9 @@ def test_errors_of_different_pieces_do_not_add_up(monkeypatch: pytest.MonkeyPatc
 
     kept = Noise.of
 
-    def unmoved(self: Noise, rows: Tensor, *, more: float = 0.0) -> Tensor:
+    def unmoved(self: Noise, rows: Tensor) -> Tensor:
         self.draw.manual_seed(self.draw.initial_seed())
-        return kept(self, rows, more=more)
+        return kept(self, rows)
 
     monkeypatch.setattr(Noise, "of", unmoved)
     assert spread_of_sums(values.view(-1)) > 3
@@ -260,12 +254,11 @@ def test_noise_of_many_pieces_at_once() -> None:
     assert abs(found.mean() - 0.5) < 1e-5 and abs(found.var() - 1 / 12) < 1e-5
     first, second, _ = (found.view(3, -1) - 0.5).unbind()
     assert abs((first * second).mean()) * 12 < 0.02
-    assert torch.equal(Noise(torch.Generator().manual_seed(1)).of(rows, more=8.0), found + 8)
 
 
 def test_neighbours_in_the_table_have_nothing_in_common() -> None:
     """Numbers at a distance are rounded as if independently, whatever the distance: up to one of a hundred."""
-    noise = pieces._table(torch.device("cpu"), torch.float64, 0.0)[:PIECE] - 0.5
+    noise = pieces._table(torch.device("cpu"), torch.float64)[:PIECE] - 0.5
     by_distance = torch.fft.irfft(torch.fft.rfft(noise).abs().square()) / (PIECE / 12)
     assert by_distance[1:].abs().max() < 0.01 and abs(by_distance[0] - 1) < 1e-5
 
@@ -305,7 +298,7 @@ def test_a_guess_that_is_wrong_costs_time_only(kind: str) -> None:
     assert torch.equal(values[sparsify._largest_places(values, count)].abs().sort(descending=True).values, wanted)
 
 
-@pytest.mark.parametrize("code", [Int2(), Sign(), TopK(0.05), RandomK(0.05)], ids=named)
+@pytest.mark.parametrize("code", [Int4(), Int2(), Sign(), TopK(0.05), RandomK(0.05)], ids=named)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_reaches_all_and_nothing_is_counted_twice(code: Code, bad: float) -> None:
     """Wherever it stands, also at a place that does not travel; what was left out before is left out still."""

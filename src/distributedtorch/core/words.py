@@ -469,7 +469,7 @@ _ROWS = (
     _row("wire", "wire=bf16", "exchange in bfloat16"),
     _row("wire", "wire=fp16", "exchange in float16, with a scale per block"),
     _row("wire", "wire=int8", "exchange in 8-bit integers with a scale per block, rounded at random"),
-    _row("wire", "wire=int4", "exchange in 4-bit integers with a scale per block, rounded at random"),
+    _row("wire", "wire=int4", "exchange the nearest of 16 levels, with a scale per block"),
     _row("wire", "wire=int2", "exchange the nearest of four levels, with a scale per block"),
     _row("wire", "wire=sign", "exchange signs and a scale per block"),
     _row(

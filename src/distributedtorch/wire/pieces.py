@@ -101,19 +101,19 @@ class Noise:
     def __init__(self, draw: torch.Generator) -> None:
         self.draw = draw
 
-    def of(self, rows: Tensor, *, more: float = 0.0) -> Tensor:
-        """As many as rows have that are the blocks of a piece, or of several; each `more` than that."""
-        table, each = _table(rows.device, rows.dtype, more), min(rows.numel(), PIECE)
+    def of(self, rows: Tensor) -> Tensor:
+        """As many as rows have that are the blocks of a piece, or of several."""
+        table, each = _table(rows.device, rows.dtype), min(rows.numel(), PIECE)
         firsts = torch.randint(PIECE, (max(1, rows.numel() // PIECE),), generator=self.draw).tolist()
         parts = [table[first : first + each] for first in firsts]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(rows.shape)
 
 
 @cache
-def _table(device: torch.device, dtype: torch.dtype, more: float) -> Tensor:
+def _table(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Of two pieces' length: it begins again after one."""
     order = torch.randperm(PIECE, generator=torch.Generator().manual_seed(PIECE)).double()
-    return ((order + 0.5) / PIECE + more).repeat(2).to(device, dtype)
+    return ((order + 0.5) / PIECE).repeat(2).to(device, dtype)
 
 
 def place(code: Tensor, first: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -3,18 +3,18 @@
 Alistarh et al., "QSGD", NeurIPS 2017 (rounding at random, so that it is right on average); Dettmers et al., "8-bit
 Optimizers via Block-wise Quantization", ICLR 2022 (a scale per block); Seide et al., "1-Bit Stochastic Gradient
 Descent", Interspeech 2014, and Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the sign, with what it
-leaves out kept).
+leaves out kept); Max, "Quantizing for Minimum Distortion", IRE Transactions 1960 (how far levels are apart).
 
 Bytes per number: int8 1 + 4/256, int4 1/2 + 4/256, int2 1/4 + 4/256, sign 1/8 + 4/2048. Use int8 where fp16 is not
-enough, int4 where int8 is not: their noise is small beside that of a batch (int4's has 3% of a gradient's power).
-Use int2 or sign where links are slower still; they need the kept errors, as much memory as the gradients have. int2
-leaves out an eighth of a gradient's power at a time, sign a third. Numbers beyond 1e18 are too large for int2: they
-arrive as NaN.
+enough: its noise is small beside that of a batch. Use the others where links are slower still; they need the kept
+errors, as much memory as the gradients have. Of normal numbers int4 leaves out 1.2% of their power at a time, int2 12%,
+sign 36%. Numbers beyond 1e18 are too large for int4 and int2: they arrive as NaN.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,6 @@ from distributedtorch.wire.pieces import InPieces, Noise, blocks_of, in_blocks, 
 INT_BLOCK, SIGN_BLOCK = 256, 2048
 _WIDER = 1 + 2**-20
 """By so much are steps that numbers are rounded to at random, so that none comes to one more of them than fit."""
-_FOUR_LEVELS = 0.9957
-"""How far four levels are apart that lose the least of normal numbers, as times their root mean square.
-
-Max, "Quantizing for Minimum Distortion", 1960.
-"""
 _LEAST = torch.finfo(torch.float32).tiny
 """Steps that are smaller have lost digits: numbers of such blocks become zeros, or so small a step at most."""
 _GATHER = 0x0102_0408_1020_4080
@@ -44,7 +39,14 @@ class Int8(InPieces):
         return 4 * blocks_of(numel, INT_BLOCK) + numel
 
     def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
-        whole = _multiples(rows, code, room, noise, most=127.0).floor_()
+        blocks = in_blocks(rows.to(room.dtype), INT_BLOCK)
+        steps = room[: blocks.numel()].view(blocks.shape)
+        size = largest(blocks, room)
+        size /= size.new_full((), 127.0)  # by a plain number accelerators would multiply with its inverse
+        size *= 1.0 if noise is None else _WIDER
+        step = _write_scale(size, code, rows, room)
+        begun = steps.new_full((), 0.5) if noise is None else noise.of(steps)
+        whole = torch.addcdiv(begun, blocks, step, out=steps).floor_().view(len(rows), -1)
         place(code, _scales(rows), rows.shape[1], torch.int8).copy_(whole[:, : rows.shape[1]])
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
@@ -52,61 +54,43 @@ class Int8(InPieces):
         write_scaled(rows, in_blocks(values, INT_BLOCK), _scale(code, rows))
 
 
-class Int4(InPieces):
-    """Multiples of a 7th of the block's largest number, rounded up or down at random, or to the nearest."""
-
-    feedback = False
-
-    def _bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return blocks_of(numel, INT_BLOCK) * (4 + INT_BLOCK // 2)
-
-    def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
-        _pack(_multiples(rows, code, room, noise, most=7.0, more=8.0), code[:, _scales(rows) :], bits=4)
-
-    def _decode(self, code: Tensor, rows: Tensor) -> None:
-        write_scaled(rows, _unpack(code[:, _scales(rows) :], bits=4).sub_(8), _scale(code, rows))
-
-
-class Int2(InPieces):
-    """The nearest of four levels, half a step and one and a half on either side of zero; the scale is half a step."""
+class _Levels(InPieces):
+    """The nearest of a few levels, as many on either side of zero; the scale of a block is half a step from level to
+    level, and the levels are the odd multiples of it."""
 
     feedback = True
+    bits: ClassVar[int]
+    apart: ClassVar[float]
+    """How far levels are apart that lose the least of normal numbers, as times their root mean square (Max 1960)."""
 
     def _bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return blocks_of(numel, INT_BLOCK) * (4 + INT_BLOCK // 4)
+        return blocks_of(numel, INT_BLOCK) * (4 + INT_BLOCK * self.bits // 8)
 
     def _encode(self, rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None) -> None:
-        blocks = in_blocks(rows.to(room.dtype), INT_BLOCK)
+        blocks, count = in_blocks(rows.to(room.dtype), INT_BLOCK), 1 << self.bits
         levels = room[: blocks.numel()].view(blocks.shape)
         of_each = levels.new_full((len(blocks), 1), INT_BLOCK)
         of_each[-1] -= blocks.numel() - rows.numel()
-        size = torch.linalg.vector_norm(blocks, dim=1, keepdim=True).mul_(_FOUR_LEVELS / 2).div_(of_each.sqrt_())
+        size = torch.linalg.vector_norm(blocks, dim=1, keepdim=True).mul_(self.apart / 2).div_(of_each.sqrt_())
         step = _write_scale(size, code, rows, room).mul_(2.0)
-        torch.addcdiv(_middle(levels), blocks, step, out=levels).clamp_(0.0, 3.0)
-        _pack(levels.view(len(rows), -1), code[:, _scales(rows) :], bits=2)
+        torch.addcdiv(levels.new_full((), count / 2), blocks, step, out=levels).clamp_(0.0, count - 1.0)
+        _pack(levels.view(len(rows), -1), code[:, _scales(rows) :], bits=self.bits)
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
-        write_scaled(rows, _unpack(code[:, _scales(rows) :], bits=2).mul_(2).sub_(3), _scale(code, rows))
+        levels = _unpack(code[:, _scales(rows) :], bits=self.bits).mul_(2).sub_((1 << self.bits) - 1)
+        write_scaled(rows, levels, _scale(code, rows))
 
 
-def _middle(levels: Tensor) -> Tensor:
-    """Where zero is among four levels."""
-    return levels.new_full((), 2.0)
+class Int4(_Levels):
+    """The nearest of 16 levels."""
+
+    bits, apart = 4, 0.3352
 
 
-def _multiples(
-    rows: Tensor, code: Tensor, room: Tensor, noise: Noise | None, *, most: float, more: float = 0.0
-) -> Tensor:
-    """Numbers as steps of their block, of which its largest has `most`, and what they are rounded down to once `more`
-    and noise, or a half, were added. The steps are written to the code."""
-    blocks = in_blocks(rows.to(room.dtype), INT_BLOCK)
-    steps = room[: blocks.numel()].view(blocks.shape)
-    size = largest(blocks, room)
-    size /= size.new_full((), most)  # by a plain number accelerators would multiply with its inverse
-    size *= 1.0 if noise is None else _WIDER
-    step = _write_scale(size, code, rows, room)
-    begun = steps.new_full((), more + 0.5) if noise is None else noise.of(steps, more=more)
-    return torch.addcdiv(begun, blocks, step, out=steps).view(len(rows), -1)
+class Int2(_Levels):
+    """The nearest of 4 levels."""
+
+    bits, apart = 2, 0.9957
 
 
 def _write_scale(size: Tensor, code: Tensor, rows: Tensor, room: Tensor) -> Tensor:
