@@ -140,8 +140,7 @@ def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> Non
 
 def _rounds(kind: Callable[..., Loose]) -> Build:
     def build(trained: Trained, plan: Plan, world: World) -> Sync:
-        options = {name: value for name, value in plan.options(plan.sync).items() if (name, value) != ("after", 0)}
-        made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **options)
+        made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **plan.options(plan.sync))
         world.undo.append(made.close)
         return made
 
@@ -149,12 +148,11 @@ def _rounds(kind: Callable[..., Loose]) -> Build:
 
 
 def _local(trained: Trained, plan: Plan, world: World) -> Sync:
-    after = plan.begins_in_lockstep
-    rows = tables(trained.models) if after else set()
+    rows = tables(trained.models) if plan.begins_in_lockstep else set()
     if any(id(param) in rows for param in trained.params):
         do = "sparse=False, or leave `after` out"
         raise UsageError(explain(f"sparse gradients under {plan}", "a plan that exchanges no gradients of tables", do))
-    return _rounds(PostLocal if after else Local)(trained, plan, world)
+    return _rounds(PostLocal if "after" in plan.options("local") else Local)(trained, plan, world)
 
 
 def _gossip(trained: Trained, plan: Plan, world: World) -> Sync:

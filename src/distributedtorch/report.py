@@ -53,7 +53,7 @@ def parts(
     """The line's parts, in order."""
     said = [_workers(world, plan, workers), f"plan {_words(plan, origin)}"]
     said += [f"batch {loader.note}" for loader in loaders]
-    said += [f"{batchnorms} BatchNorm synchronised"] if batchnorms else []
+    said += [f"{batchnorms} BatchNorm synchronised{'' if plan.lockstep else ' at first'}"] if batchnorms else []
     said += [reserve.spoken()] if reserve.spoken() else []
     if world.size > 1:
         said.append(f"{_exchange(world)} on {_devices(world)}")

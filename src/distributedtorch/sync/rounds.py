@@ -85,6 +85,10 @@ class Rounds(Loose):
     def begin_anew(self) -> None:
         """Values were put into the parameters of some rank: they are no movement."""
         self.average(Plain(self.comm))
+        self.start_here()
+
+    def start_here(self) -> None:
+        """Replicas are the same now: what they move is counted from here, and nothing is left out."""
         self.wire.take_state({})
         self.refilled = False
         for param, anchor in zip(self.params, self.anchor, strict=False):
