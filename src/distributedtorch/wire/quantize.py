@@ -96,7 +96,7 @@ class Int2(_Levels):
 def _write_scale(size: Tensor, code: Tensor, rows: Tensor, room: Tensor) -> Tensor:
     """Put the scale of each block in front of a code. Result: what its numbers are divided by."""
     scale = place(code, 0, blocks_of(rows.shape[1], INT_BLOCK), torch.float32).copy_(size.view(len(rows), -1))
-    return scale.where(~(scale <= _LEAST), 1.0).to(room.dtype).view(-1, 1)
+    return scale.where(scale > _LEAST, 1.0).to(room.dtype).view(-1, 1)
 
 
 def _scales(rows: Tensor) -> int:
@@ -111,7 +111,7 @@ def _scale(code: Tensor, rows: Tensor) -> Tensor:
 def _pack(levels: Tensor, code: Tensor, *, bits: int) -> None:
     """Put several small numbers, rounded down, into a byte: those of the first part of a row into the lowest bits."""
     parts = levels.to(torch.int8).view(torch.uint8).view(len(levels), 8 // bits, -1)  # to uint8 it takes seven times
-    parts &= (1 << bits) - 1  # what is not finite stays in its block
+    parts &= (1 << bits) - 1  # NaN as an integer may be any: it stays in its block
     code.copy_(parts[:, 0])
     for k in range(1, 8 // bits):
         code |= parts[:, k] << bits * k
