@@ -29,8 +29,10 @@ from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.world import World
 from distributedtorch.decide import NO_METRIC, Plateau, agreed
 from distributedtorch.launch import record
+from distributedtorch.recipes import wire_of_tables
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.gradient import DividedGrad
+from distributedtorch.sync.rows import Rows, large_tables
 from distributedtorch.sync.sparse import Sparse, tables
 
 
@@ -64,12 +66,15 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     trained = trained_by(given)
     sparse = tables(models) if world.size > 1 and plan.lockstep else set()
     number = str(len(world.loop.members))
-    rows, dense = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]
+    rows, rest_ = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]
+    way = wire_of_tables(plan, world)
+    few = large_tables(models) if way is not None else set()
+    some, dense = [p for p in rest_ if id(p) in few], [p for p in rest_ if id(p) not in few]
     syncs: list[Sync] = []
     if rows and plan.get("delay"):
         do = "sparse=False, or another plan"
         raise UsageError(explain(f"sparse gradients under {plan}", "a plan that exchanges rows at once", do))
-    if dense or not rows:
+    if dense or not rows + some:
         said = [names[id(p)] for p in dense]
         part = Trained(
             params=dense,
@@ -84,6 +89,9 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     if rows:
         said = [names[id(p)] for p in rows]
         syncs.append(Sparse(rows, said, given, world.comm, f"tables/{number}", divide=plan.sync != "ddp"))
+    if some and way is not None:
+        said = [names[id(p)] for p in some]
+        syncs.append(Rows(some, said, given, world.comm, f"rows/{number}", wire=way))
     members = [world.loop.add(sync, plan.accumulate) for sync in syncs]
     frozen = [(names[id(p)], p) for p in mine if not p.requires_grad]
     _through(given, members, world, plan, frozen, names={id(p): names[id(p)] for p in mine})

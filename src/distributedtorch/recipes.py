@@ -229,6 +229,16 @@ CODES: dict[str, Callable[..., Code]] = {
     "randomk": RandomK,
 }
 """Wire word -> the code it means; `powersgd` is none, it works on whole matrices."""
+_BY_NUMBER = ("bf16", "fp16", "int8", "int4", "int2", "sign")
+"""Codes that have something of every number."""
+
+
+def wire_of_tables(plan: Plan, world: World) -> Coded | None:
+    """How rows of tables travel where those that no rank used need not; None: all of them do, with the rest."""
+    plainly = plan.sync == "ddp" and plan.accumulate == 1 and not plan.get("delay") and world.size > 1
+    if not plainly or plan.wire is None or plan.wire.name not in _BY_NUMBER:
+        return None
+    return Coded(world.comm, CODES[plan.wire.name]())
 
 
 def wire(plan: Plan, world: World) -> Wire:

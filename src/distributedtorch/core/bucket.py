@@ -88,6 +88,7 @@ def lay_out(
     blocks: Sequence[int] = (),
     kinds: Sequence[int] = (),
     cut: bool = True,
+    owned: bool = True,
 ) -> list[Slab]:
     """Plan slabs for `params`, in the order given.
 
@@ -99,6 +100,8 @@ def lay_out(
         blocks: For each parameter the block it belongs to: a slab holds parameters of one block only.
         kinds: For each parameter its kind: those of one kind lie together, wherever they stand.
         cut: A parameter may have elements in several buckets.
+        owned: A rank keeps its range of a slab between exchanges. Else every bucket is divided evenly by itself, so
+            that links are used in all directions at once.
     """
     limit = limit or bucket_bytes(sum(map(_bytes, params)))
     owners = _balance(params, world) if whole else None
@@ -106,7 +109,7 @@ def lay_out(
     for index, param in enumerate(params):
         alike.setdefault((param.dtype, param.device, kinds[index] if kinds else 0), []).append(index)
     runs = [run for indices in alike.values() for run in _runs(params, indices, limit, blocks or [0] * len(params))]
-    return [_slab(params, run, owners, world, limit if cut else sys.maxsize) for run in runs]
+    return [_slab(params, run, owners, world, limit if cut else sys.maxsize, owned=owned) for run in runs]
 
 
 def is_empty(tensor: Tensor) -> bool:
@@ -136,7 +139,9 @@ def _runs(params: Sequence[Tensor], indices: list[int], limit: int, blocks: Sequ
     return runs
 
 
-def _slab(params: Sequence[Tensor], run: list[int], owners: list[int] | None, world: int, limit: int) -> Slab:
+def _slab(
+    params: Sequence[Tensor], run: list[int], owners: list[int] | None, world: int, limit: int, *, owned: bool
+) -> Slab:
     order = sorted(run, key=lambda index: owners[index]) if owners else run
     slots, at = [], 0
     for index in order:
@@ -145,17 +150,22 @@ def _slab(params: Sequence[Tensor], run: list[int], owners: list[int] | None, wo
         at += params[index].numel()
     unit = 1 if owners else _ALIGN * world
     numel = max(-(-at // unit) * unit, 1)
-    bounds = _whole_bounds(slots, owners, world) if owners else [numel * k // world for k in range(world + 1)]
+    bounds = _whole_bounds(slots, owners, world) if owners else _even(0, numel, world)
     first = params[run[0]]
     step = max(unit, limit // first.element_size() // unit * unit)
+    spans = [(start, min(start + step, numel)) for start in range(0, numel, step)]
     return Slab(
         dtype=first.dtype,
         device=first.device,
         numel=numel,
         slots=tuple(slots),
         bounds=tuple(bounds),
-        buckets=tuple(_bucket(slots, bounds, start, min(start + step, numel)) for start in range(0, numel, step)),
+        buckets=tuple(_bucket(slots, bounds if owned else _even(*span, world), *span) for span in spans),
     )
+
+
+def _even(start: int, stop: int, world: int) -> list[int]:
+    return [start + (stop - start) * k // world for k in range(world + 1)]
 
 
 def _bucket(slots: list[Slot], bounds: list[int], start: int, stop: int) -> Bucket:

@@ -57,11 +57,17 @@ def both(name: str) -> str:
 
 
 def travelling(
-    params: Sequence[Tensor], wire: Wire, world: int, *, whole: bool = False, blocks: Sequence[int] = ()
+    params: Sequence[Tensor],
+    wire: Wire,
+    world: int,
+    *,
+    whole: bool = False,
+    blocks: Sequence[int] = (),
+    owned: bool = True,
 ) -> list[Slab]:
     """How parameters lie in memory whose sums travel by a wire: small ones together, where it treats them apart."""
     kinds = [int(param.numel() >= SMALL) for param in params] if wire.lossy else []
-    return lay_out(params, world, whole=whole, blocks=blocks, kinds=kinds, cut=wire.cuts)
+    return lay_out(params, world, whole=whole, blocks=blocks, kinds=kinds, cut=wire.cuts, owned=owned)
 
 
 def is_plain(slots: Sequence[Slot], dtype: torch.dtype) -> bool:

@@ -40,7 +40,7 @@ class Ddp(Sync):
     ) -> None:
         self.params, self.names, self.optimizer, self.comm, self.scale = params, names, optimizer, comm, 1.0
         self.wire = wire or Plain(comm)
-        slabs = travelling(params, self.wire, comm.world)
+        slabs = travelling(params, self.wire, comm.world, owned=False)
         self.collect = Collect(params, slabs, comm, self._send, name=f"gradients/{name}", keep=True)
 
     def _send(self, cell: Cell, flat: Tensor, bounds: Sequence[int]) -> Pending:
