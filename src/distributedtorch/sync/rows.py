@@ -89,7 +89,8 @@ class _Table:
         param.grad = None
         self.key, self.draw = wire.begin(name)
         self.tags = [self.comm.pairs.tag(f"{name}/{part}") for part in ("codes", "sums")]
-        used = torch.linalg.vector_norm(self.grad.flatten(1), torch.inf, dim=1) != 0  # NaN too
+        rows = self.grad.flatten(1)
+        used = (rows.amax(dim=1) != 0) | (rows.amin(dim=1) != 0)  # NaN too; a norm takes ten times as long
         self.comm.count_sent("small", len(used) * (self.comm.world - 1))
         self.used: Callable[[], Tensor] = self.comm.pairs.exchange(f"{name}/rows", used.to(torch.uint8))
         posted = Posted()

@@ -37,6 +37,12 @@ class InPieces(Code):
     def _decode(self, code: Tensor, rows: Tensor) -> None:
         """Write the numbers of each row of bytes into a row."""
 
+    def _take_out(self, rows: Tensor, code: Tensor, used: Tensor, found: Tensor) -> None:
+        """Subtract a code's numbers from the rows it was made of; `used`: what `_encode` left there, `found`: room."""
+        read = found[: rows.numel()].view(rows.shape)
+        self._decode(code, read)
+        rows -= read
+
     def bytes(self, numel: int, dtype: torch.dtype) -> int:
         whole, rest = divmod(numel, PIECE)
         return (whole * self._bytes(PIECE, dtype) if whole else 0) + (self._bytes(rest, dtype) if rest else 0)
@@ -56,10 +62,9 @@ class InPieces(Code):
         found, finite = self._room(values, values.dtype), True
         for (rows, part), (rest, _) in zip(self._rows(values, code), self._rows(left, code), strict=True):
             rest += rows
-            self._encode(rest, part, room[: _whole(rest.numel())], noise)
-            read = found[: rest.numel()].view(rest.shape)
-            self._decode(part, read)
-            rest -= read
+            used = room[: _whole(rest.numel())]
+            self._encode(rest, part, used, noise)
+            self._take_out(rest, part, used, found)
             finite = finite and is_finite(rest)
         return code if finite else None
 

@@ -73,8 +73,15 @@ class _Levels(InPieces):
         of_each[-1] -= blocks.numel() - rows.numel()
         size = torch.linalg.vector_norm(blocks, dim=1, keepdim=True).mul_(self.apart / 2).div_(of_each.sqrt_())
         step = _write_scale(size, code, rows, room).mul_(2.0)
-        torch.addcdiv(levels.new_full((), count / 2), blocks, step, out=levels).clamp_(0.0, count - 1.0)
+        torch.mul(blocks, step.reciprocal_(), out=levels).add_(count / 2).clamp_(0.0, count - 1.0).floor_()
         _pack(levels.view(len(rows), -1), code[:, _scales(rows) :], bits=self.bits)
+
+    def _take_out(self, rows: Tensor, code: Tensor, used: Tensor, found: Tensor) -> None:
+        if rows.numel() % INT_BLOCK or rows.dtype != used.dtype:
+            super()._take_out(rows, code, used, found)
+            return
+        levels = used.view(-1, INT_BLOCK)[: rows.numel() // INT_BLOCK].sub_(((1 << self.bits) - 1) / 2)
+        rows.view(-1, INT_BLOCK).sub_(levels.mul_(_scale(code, rows) * 2.0))
 
     def _decode(self, code: Tensor, rows: Tensor) -> None:
         levels = _unpack(code[:, _scales(rows) :], bits=self.bits).mul_(2).sub_((1 << self.bits) - 1)
@@ -109,7 +116,7 @@ def _scale(code: Tensor, rows: Tensor) -> Tensor:
 
 
 def _pack(levels: Tensor, code: Tensor, *, bits: int) -> None:
-    """Put several small numbers, rounded down, into a byte: those of the first part of a row into the lowest bits."""
+    """Put several small whole numbers into a byte: those of the first part of a row into the lowest bits."""
     parts = levels.to(torch.int8).view(torch.uint8).view(len(levels), 8 // bits, -1)  # to uint8 it takes seven times
     parts &= (1 << bits) - 1  # NaN as an integer may be any: it stays in its block
     code.copy_(parts[:, 0])
