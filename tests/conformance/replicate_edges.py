@@ -17,7 +17,8 @@ from distributedtorch.distribute import release
 from distributedtorch.elastic import watch
 from distributedtorch.launch import start
 from distributedtorch.sync.memory import checksum
-from distributedtorch.wire.twofold import Twofold, _Twice
+from distributedtorch.wire.twice import Twice
+from distributedtorch.wire.twofold import Twofold
 
 _MANY = 1 << 14
 """Numbers of 8 bytes that are not sent in one small message."""
@@ -78,7 +79,7 @@ def overlapped(_: Path) -> None:
     comm, (inside, across) = here().comm, here().parts(2)
     wire, half, flats = Twofold(inside, across), [0, _MANY // 2, _MANY], [torch.ones(_MANY) for _ in range(2)]
     first = wire.reduce_scatter("first bucket", flats[0], half, (), None)
-    assert isinstance(first, _Twice)
+    assert isinstance(first, Twice)
     comm.barrier()
     first.first.arrived()  # does this rank's part of it
     comm.barrier()

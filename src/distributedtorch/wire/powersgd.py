@@ -5,11 +5,15 @@ Vogels, Karimireddy & Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression"
 Bytes for a matrix of n x m numbers at rank r: r(n + m) of its nm, summed over ranks without codes. Holds what was left
 out (as much as the gradients) and the second factors. Use it where links are slow and layers are large matrices; what
 is no matrix, or would not get smaller, travels as it is.
+
+The sum of second factors begins when the next bucket leaves, so beside backward. What was left out is where gradients
+are added to and what factors stand for is taken off: nothing as large as a gradient is made anew.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,7 +22,8 @@ from torch import Tensor
 from distributedtorch.core.bucket import Slot
 from distributedtorch.core.comm import Comm, Pending
 from distributedtorch.core.sync import require_like
-from distributedtorch.core.wire import Wire
+from distributedtorch.core.wire import Wire, is_finite
+from distributedtorch.wire.twice import Twice, go_on
 
 
 class PowerSgd(Wire):
@@ -32,12 +37,16 @@ class PowerSgd(Wire):
         """By parameter what its factors left out."""
         self.second: dict[str, Tensor] = {}
         """By parameter its last second factor, from which the next begins."""
+        self.begun: deque[Twice] = deque()
+        """Sums whose second factors have not left."""
 
     def all_reduce(self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot]) -> Pending:
         thin = [slot for slot in slots if flat.is_floating_point() and self.gains(slot)]
         if not thin:
             return self.comm.all_reduce(name, flat, bounds)
-        return _Factors(self, name, flat, [slot for slot in slots if slot not in thin], thin).pending
+        factors = _Factors(self, name, flat, [slot for slot in slots if slot not in thin], thin)
+        self.comm.pairs.meet(f"{name}/second")
+        return go_on(Twice(self.comm, name, factors.first(), factors.second, self.begun))
 
     def reduce_scatter(
         self, name: str, flat: Tensor, bounds: Sequence[int], slots: Sequence[Slot], out: Tensor | None
@@ -49,16 +58,20 @@ class PowerSgd(Wire):
         rows = slot.shape[0] if len(slot.shape) > 1 else 1
         return rows > 1 and self.rank * (rows + slot.numel // rows) < slot.numel
 
-    def matrix(self, name: str, flat: Tensor, slot: Slot) -> Tensor:
-        """A parameter's numbers and what was left out before, as a matrix."""
-        values, key = slot.view(flat).reshape(slot.shape[0], -1), f"{name}/{slot.index}"
-        values = values.float() if values.dtype.itemsize < 4 else values  # for the factors
+    def add_left(self, key: str, values: Tensor) -> bool:
+        """Add values to what was left out before; not where they are not finite. Result: whether it was done."""
+        if not is_finite(values):
+            return False
+        values = values.to(_wide(values))
         before = self.left.get(key)
-        return values.clone() if before is None else values + require_like(key, before, values).to(values.device)
+        self.left[key] = values.clone() if before is None else require_like(key, before, values).to(values.device)
+        if before is not None:
+            self.left[key] += values
+        return True
 
-    def start(self, name: str, slot: Slot, like: Tensor) -> Tensor:
+    def start(self, key: str, slot: Slot, like: Tensor) -> Tensor:
         """Where the search for the second factor begins: where it ended last time, at first the same on all ranks."""
-        key, rows, columns = f"{name}/{slot.index}", slot.shape[0], slot.numel // slot.shape[0]
+        rows, columns = slot.shape[0], slot.numel // slot.shape[0]
         size = (columns, min(self.rank, rows, columns))
         if key not in self.second:
             draw = torch.Generator().manual_seed(zlib.crc32(key.encode()))
@@ -79,33 +92,66 @@ class _Factors:
 
     def __init__(self, wire: PowerSgd, name: str, flat: Tensor, whole: Sequence[Slot], thin: Sequence[Slot]) -> None:
         self.wire, self.comm, self.name, self.flat, self.thin, self.whole = wire, wire.comm, name, flat, thin, whole
-        self.matrices = [wire.matrix(name, flat, slot) for slot in thin]
-        first = [m @ wire.start(name, slot, m) for m, slot in zip(self.matrices, thin, strict=True)]
-        rest = [slot.view(flat).reshape(-1) for slot in whole]
-        self.shapes = [factor.shape for factor in first]
-        self.sent = torch.cat([*(factor.reshape(-1) for factor in first), *(one.to(first[0]) for one in rest)])
-        self.pending = self._sum("first", self.sent)
-        self.pending.tail.append(self._land)
+        self.keys = [f"{name}/{slot.index}" for slot in thin]
+        self.matrices = [slot.view(flat).reshape(slot.shape[0], -1) for slot in thin]
+        """Gradients, until sums take their place."""
+        self.added = [wire.add_left(key, matrix) for key, matrix in zip(self.keys, self.matrices, strict=True)]
+        self.factors: list[Tensor] = []
+        """Those of each matrix that the ranks have in common: orthogonal columns."""
+
+    def first(self) -> Pending:
+        """Sum first factors, and what has none."""
+        parts = []
+        for key, slot, matrix, added in zip(self.keys, self.thin, self.matrices, self.added, strict=True):
+            like = self.wire.left[key] if added else torch.full_like(matrix, torch.nan, dtype=_wide(matrix))
+            parts.append(like @ self.wire.start(key, slot, like))
+        self.shapes = [part.shape for part in parts]
+        rest = [slot.view(self.flat).reshape(-1).to(parts[0]) for slot in self.whole]
+        self.sent = torch.cat([*(part.reshape(-1) for part in parts), *rest])
+        return self._sum("first", self.sent)
 
     def _sum(self, which: str, values: Tensor) -> Pending:
         bounds = [values.numel() * k // self.comm.world for k in range(self.comm.world + 1)]
         return self.comm.all_reduce(f"{self.name}/{which}", values, bounds)
 
-    def _land(self) -> None:
+    def second(self) -> Pending:
+        """Sum second factors, and take what all of them stand for off what is left out here."""
         sizes = [shape.numel() for shape in self.shapes] + [slot.numel for slot in self.whole]
-        parts = self.sent.split(sizes)
-        firsts = [
-            torch.linalg.qr(part.view(shape)).Q for part, shape in zip(parts, self.shapes, strict=False)
-        ]  # orthogonal columns, the same on all ranks: all have the same sums
-        for slot, values in zip(self.whole, parts[len(firsts) :], strict=True):
+        self.parts, seconds = self.sent.split(sizes), []
+        for key, matrix, added, part, shape in zip(
+            self.keys, self.matrices, self.added, self.parts, self.shapes, strict=False
+        ):
+            good = bool(torch.isfinite(part).all())  # the same on all ranks: all have the same sums
+            factor = torch.linalg.qr(part.view(shape)).Q if good else torch.full_like(part.view(shape), torch.nan)
+            self.factors.append(factor)
+            if good:
+                seconds.append(factor.T @ self.wire.left[key])
+                self.wire.left[key].addmm_(factor, seconds[-1], alpha=-1)
+            else:
+                seconds.append(factor.new_full((shape[1], matrix.shape[1]), torch.nan))
+                if added:  # nothing of this step is kept
+                    self.wire.left[key] -= matrix
+        self.returned = torch.cat([second.reshape(-1) for second in seconds])
+        pending = self._sum("second", self.returned)
+        pending.tail.append(self._land)
+        return pending
+
+    def _land(self) -> None:
+        for slot, values in zip(self.whole, self.parts[len(self.thin) :], strict=True):
             slot.view(self.flat).copy_(values.view(slot.shape))
-        seconds = [m.T @ first for m, first in zip(self.matrices, firsts, strict=True)]
-        sent = torch.cat([second.reshape(-1) for second in seconds])
-        self._sum("second", sent).wait()
-        sums = sent.split([second.numel() for second in seconds])
-        for slot, matrix, first, local, total in zip(self.thin, self.matrices, firsts, seconds, sums, strict=True):
-            key, left = f"{self.name}/{slot.index}", matrix - first @ local.T
-            if bool(torch.isfinite(total).all()):  # the same on all ranks; after an overflow nothing is kept
-                self.wire.second[key] = total.view(local.shape).clone()
-                self.wire.left[key] = left
-            slot.view(self.flat).copy_((first @ total.view(local.shape).T).view(slot.shape))
+        totals = self.returned.split(
+            [f.shape[1] * m.shape[1] for f, m in zip(self.factors, self.matrices, strict=True)]
+        )
+        for key, slot, factor, part in zip(self.keys, self.thin, self.factors, totals, strict=True):
+            total, there = part.view(factor.shape[1], -1), slot.view(self.flat)
+            if bool(torch.isfinite(total).all()):
+                self.wire.second[key] = total.T.clone()
+            if there.is_contiguous() and there.dtype == factor.dtype:
+                torch.mm(factor, total, out=there.view(len(factor), -1))
+            else:
+                there.copy_((factor @ total).view(slot.shape))
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    """The type of factors: with 16 bits they would be too rough."""
+    return torch.float32 if values.dtype.itemsize < 4 else values.dtype
