@@ -19,7 +19,7 @@ from distributedtorch.data.balance import Balance
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream, serve_all_loaders
-from distributedtorch.launch import fork, reserve
+from distributedtorch.launch import fork, heap, reserve
 from distributedtorch.launch.adopt import check as check_group
 from distributedtorch.launch.adopt import unwrapped
 from distributedtorch.launch.place import find
@@ -85,10 +85,11 @@ def distribute(
     reserve.keep(_devices(given), world.comm, world.local_size)
     if effective.apart:
         apart.part(given, effective, world)
+    kept = world.size > 1 and any(one.type == "cpu" for one in _devices(given)) and heap.keep_freed()
     result, loaders = _attach(objects, given, effective, world, fill)
     synchronised = given.models if world.size > 1 and effective.begins_in_lockstep else []
     batchnorms = sum(map(batchnorm.count, synchronised))
-    report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
+    report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers, kept=kept)
     _remember(effective, given)
     return result
 

@@ -29,10 +29,11 @@ def line(
     *,
     batchnorms: int,
     workers: int | None,
+    kept: bool = False,
 ) -> None:
     """Print the line on rank 0's standard error."""
     if world.rank == 0:
-        said = parts(plan, origin, world, loaders, batchnorms=batchnorms, workers=workers)
+        said = parts(plan, origin, world, loaders, batchnorms=batchnorms, workers=workers, kept=kept)
         say(world, " · ".join(said))
 
 
@@ -48,7 +49,14 @@ def say(world: World, text: str) -> None:
 
 
 def parts(
-    plan: Plan, origin: dict[str, str], world: World, loaders: list[Loader], *, batchnorms: int, workers: int | None
+    plan: Plan,
+    origin: dict[str, str],
+    world: World,
+    loaders: list[Loader],
+    *,
+    batchnorms: int,
+    workers: int | None,
+    kept: bool,
 ) -> list[str]:
     """The line's parts, in order."""
     said = [_workers(world, plan, workers), f"plan {_words(plan, origin)}"]
@@ -62,6 +70,7 @@ def parts(
         said += [f"blocks through host memory ({reason})" for reason in _unreached()]
         divided = _THREADS.get(os.environ.get("DISTRIBUTEDTORCH_THREADS", ""), "")
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
+        said += ["freed memory kept"] if kept else []
         folder = log_folder(find())
         said += [f"other ranks' output in {os.path.relpath(folder)}"] if folder else []
     return said

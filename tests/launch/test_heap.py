@@ -1,0 +1,50 @@
+"""Memory that ranks on the processor free is kept for their next step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import resource
+import torch
+from torch import nn
+import distributedtorch as dt
+
+model = nn.Linear(1024, 1024)
+model, optimizer = dt.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-3), workers=2)
+for step in range(30):
+    if step == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model(torch.ones(512, 1024)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+FEW, MANY = 2_000, 20_000
+"""Pages of 4 KiB that twenty steps touch anew: each frees and asks for six blocks of 2 or 4 MiB."""
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({}, True),
+        ({"DISTRIBUTEDTORCH_KEEP_MEMORY": "0", "MALLOC_MMAP_THRESHOLD_": "1000000"}, False),
+        ({"MALLOC_MMAP_THRESHOLD_": "1000000"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}, False),
+    ],
+    ids=["untold", "switched off", "told by a variable", "told by a tunable"],
+)
+def test_freed_memory_is_kept_unless_malloc_was_told_otherwise(told: dict[str, str], kept: bool, tmp_path: Path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | told
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    faults = int(done.stdout.split("faults")[1])
+    assert ("freed memory kept" in done.stderr) == kept
+    assert faults < FEW if kept else faults > MANY, f"{faults} pages in twenty steps"
