@@ -1,13 +1,14 @@
 """How many steps each variant of benchmarks/slow_link.py needs to one target loss.
 
-    python -m benchmarks.link_steps [--device cuda] [--lanes 8] [--learning-rates 2.5e-4 3.5e-4 5e-4 1e-3]
-                                    [--seeds 3] [--calibrate 200] [--at-most 500] [--target L] [--variants NAMES]
+    python -m benchmarks.link_steps [--device cuda] [--lanes 8] [--learning-rates 5e-4 1e-3 2e-3]
+                                    [--seeds 3] [--calibrate 100] [--at-most 200] [--target L] [--variants NAMES]
                                     [--products medium] [--first-port 20000] [--out FILE] [--quick]
 
-The GPT of 27M parameters, two ranks with 4 x 128 tokens each, AdamW, float32, no warm-up, a made-up language
-(benchmarks/language.py), the same global batches for every variant. What is learned in a step does not hang on the link
-or on the processor, so ranks may share a GPU and several jobs may run at once (`--lanes`). `--products medium`:
-products of matrices by bfloat16 numbers, for all variants alike, which takes 0.6 of the time on some processors.
+The GPT of 27M parameters, two ranks with 4 x 128 tokens each, AdamW, float32, a usual recipe (links.RECIPE), a made-up
+language (benchmarks/language.py), the same global batches for every variant. What is learned in a step does not hang on
+the link or on the processor, so ranks may share a GPU and several jobs may run at once (`--lanes`). `--products
+medium`: products of matrices by bfloat16 numbers, for all variants alike, which takes 0.6 of the time on some
+processors.
 
 1. The target is the smallest held-out loss that torch DDP has after `--calibrate` steps at any of the learning rates.
 2. Each variant trains from the same weights at each learning rate until it is at the target: evaluated every 5 steps,
@@ -33,7 +34,7 @@ from typing import Any
 from benchmarks.bench import RESULTS, SETTINGS, origin
 from benchmarks.conductor import HOMES, RankError, Setting
 from benchmarks.link_table import best_curve
-from benchmarks.links import WARM_UP, Curve, Loopback, Task, learn, ports_from, reached
+from benchmarks.links import RECIPE, Curve, Loopback, Task, learn, ports_from, reached
 from benchmarks.peers import Variant
 from benchmarks.slow_link import PEERS, PLANS, SAME_STEPS, TINY
 
@@ -45,11 +46,11 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--lanes", type=int, default=1)
-    parser.add_argument("--learning-rates", nargs="+", type=float, default=[2.5e-4, 3.5e-4, 5e-4, 1e-3])
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--calibrate", type=int, default=200)
+    parser.add_argument("--calibrate", type=int, default=100)
     parser.add_argument("--target", type=float, help="of an earlier run, for more variants")
-    parser.add_argument("--at-most", type=int, default=500)
+    parser.add_argument("--at-most", type=int, default=200)
     parser.add_argument("--variants", nargs="+", help="peers' names and plans; all where none is given")
     parser.add_argument("--products", default="highest", help="torch's word for how exact those of matrices are")
     parser.add_argument("--first-port", type=int, default=20_000, help="another for a second run beside this one")
@@ -79,7 +80,7 @@ class Steps:
             "setting": vars(setting),
             "calibrate": given.calibrate,
             "at_most": given.at_most,
-            "warm_up": WARM_UP,
+            "recipe": RECIPE,
             "products": given.products,
             "learning_rates": given.learning_rates,
             "variants": {name: {"failed": "", "curves": {}, "seeds": {}} for name in self.variants},

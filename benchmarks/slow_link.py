@@ -9,8 +9,9 @@ AdamW, float32. The data are a made-up language (benchmarks/language.py), the sa
 1. Steps to the target are those of benchmarks/link_steps.py, which has to have run.
 2. Seconds a step, at each rate (`tc tbf` on what a host sends): paired rounds, all variants in each, in a new order
    (benchmarks/turns.py), and bytes by the interfaces' counters. "No exchange" is the same ranks without any: the floor
-   in time; its loss does not count. `--search`: so many rounds of all first; `--rounds` then only of no exchange, torch
-   DDP, and of ours and of the peers the three that are soonest at the target at each rate.
+   in time; its loss does not count. "Memory kept": malloc is told what `dt.distribute` tells it. `--search`: so many
+   rounds of all first; `--rounds` then only of no exchange, torch DDP, and of ours and of the peers the three that are
+   soonest at the target at each rate.
 3. Seconds to the target are steps x seconds a step. Ratios have 95% intervals by resampling rounds and seeds.
 4. `--confirm`: the soonest of ours and of the peers at each rate train once more from the start at that rate, timed as
    a whole.
@@ -28,13 +29,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks import link_table
 from benchmarks.bench import RESULTS, SETTINGS, origin
 from benchmarks.conductor import HOMES, RankError, Setting
-from benchmarks.links import WARM_UP, WORLD, confirm, stages
+from benchmarks.links import RECIPE, WORLD, confirm, stages
 from benchmarks.peers import IDEAL, Variant
 from benchmarks.turns import Timing, Turns
 from tests.bed import Bed, missing
@@ -81,9 +82,12 @@ PEERS = {
         for every, outer, momentum, delay in TORCHFT
     },
 }
+KEPT, IDEAL_KEPT = ", memory kept", f"{IDEAL}, memory kept"
 SAME_STEPS = dict.fromkeys(
     ("torch DDP, 5 MB", "torch DDP, 100 MB", "torch DDP, fp16", "torch DDP, bf16", "ddp", "ddp,wire=fp16"), "torch DDP"
 )
+SAME_STEPS |= {f"{name}{KEPT}": SAME_STEPS.get(name, name) for name in PEERS}
+PEERS |= {f"{name}{KEPT}": replace(variant, kept=True) for name, variant in PEERS.items()}
 """Variants that train like another: only their times differ (with 16 bits by 1% of the steps at three rates)."""
 
 TINY = Setting(
@@ -112,9 +116,10 @@ class Run:
         folder = HOMES if given.quick else RESULTS
         self.out = folder / "slow_link.json"
         learned = json.loads((folder / "link_steps.json").read_text())
-        if (learned["setting"], learned.get("warm_up") or 0) != (vars(self.setting), WARM_UP):
+        if (learned["setting"], learned.get("recipe")) != (vars(self.setting), RECIPE):
             raise SystemExit("link_steps.json is of another model or schedule\n  do: run benchmarks.link_steps again")
-        self.variants = {IDEAL: Variant(file="alone"), **{name: PEERS[name] for name in given.peers}}
+        self.variants = {IDEAL: Variant(file="alone"), IDEAL_KEPT: Variant(file="alone", kept=True)}
+        self.variants |= {name: PEERS[name] for name in given.peers}
         parts = [part for plan in given.plans for part in (stages(plan) or ())[:2]]
         self.variants |= {plan: Variant(file="ours", word=plan) for plan in (*given.plans, *parts)}
         blank: dict[str, Any] = {"failed": "", "curves": {}, "seeds": {}}

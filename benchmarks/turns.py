@@ -51,10 +51,10 @@ def shortened(variant: Variant) -> Variant:
     return replace(variant, word=re.sub(r"\bevery=\d+", f"every={SHORT}", variant.word))
 
 
-def costs(variant: Variant) -> tuple[str, str]:
+def costs(variant: Variant) -> tuple[str, str, bool]:
     """What a variant's turns hang on: all that have the same take their turns together."""
     word = re.sub(r"(,?lr=[0-9.]+|,?\bmomentum=[0-9.]+|\bouter=[0-9.]+)", "", shortened(variant).word)
-    return variant.file, word
+    return variant.file, word, variant.kept
 
 
 def seconds_a_step(seconds: float, told: Sequence[Sequence[float]], every: int) -> float:
@@ -72,7 +72,7 @@ class Turns:
     def __init__(self, bed: Bed, variants: dict[str, Variant], setting: Setting, rates: Sequence[str]) -> None:
         self.bed, self.variants, self.setting, self.rates = bed, variants, setting, rates
         self.timings = {name: Timing.of(rates) for name in variants}
-        self.alike: dict[tuple[str, str], list[str]] = {}
+        self.alike: dict[tuple[str, str, bool], list[str]] = {}
         for name, variant in variants.items():
             self.alike.setdefault(costs(variant), []).append(name)
         self.shuffled = random.Random(0)

@@ -40,11 +40,13 @@ def test_what_takes_the_same_time_is_timed_once():
     ours = [
         Variant(file="ours", word=f"diloco(every={every}{more})") for every in (32, 100) for more in ("", ",lr=1.0")
     ]
-    assert {costs(one) for one in ours} == {("ours", f"diloco(every={SHORT})")}
+    assert {costs(one) for one in ours} == {("ours", f"diloco(every={SHORT})", False)}
     assert costs(Variant(file="ours", word="local(every=8),wire=int8")) != costs(
         Variant(file="ours", word="local(every=8)")
     )
-    assert len({costs(one) for name, one in PEERS.items() if name.startswith("torchft")}) == 2  # beside, or not
+    assert (
+        len({costs(one) for name, one in PEERS.items() if name.startswith("torchft")}) == 4
+    )  # beside or not, memory kept or not
 
 
 def test_an_exchange_now_and_then_costs_each_step_its_part():

@@ -28,6 +28,8 @@ class Variant:
     """Which of the file's modes."""
     home: str = ""
     """The environment under .peers/ that it runs in; empty: the one of this project."""
+    kept: bool = False
+    """Whether malloc is told by variables to keep freed memory, as ours does by itself."""
 
 
 PINS = {

@@ -16,10 +16,13 @@ LEARNING_RATE = float(os.environ.get("BENCHMARK_LEARNING_RATE", "1e-4"))
 """Where a loss is a figure, it is searched for; where only time is, it does not matter."""
 WARM_UP = int(os.environ.get("BENCHMARK_WARM_UP", "0"))
 """Steps over which the learning rate grows to that."""
+CLIP = float(os.environ.get("BENCHMARK_CLIP", "0"))
+"""The largest norm of a step's gradients, where something is to be learned; 0: any."""
+BETAS = (0.9, float(os.environ.get("BENCHMARK_BETA", "0.999")))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS)
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -38,6 +41,8 @@ def plain(
         if (number := next(to_come, None)) is not None:
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * number / WARM_UP
+        if CLIP:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
