@@ -44,9 +44,8 @@ def test_what_takes_the_same_time_is_timed_once():
     assert costs(Variant(file="ours", word="local(every=8),wire=int8")) != costs(
         Variant(file="ours", word="local(every=8)")
     )
-    assert (
-        len({costs(one) for name, one in PEERS.items() if name.startswith("torchft")}) == 4
-    )  # beside or not, memory kept or not
+    torchft = {costs(one) for name, one in PEERS.items() if name.startswith("torchft")}
+    assert len(torchft) == 4  # an exchange beside steps or not, memory kept or not
 
 
 def test_an_exchange_now_and_then_costs_each_step_its_part():
