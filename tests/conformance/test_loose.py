@@ -9,6 +9,7 @@ import pytest
 from tests import forked
 
 LOOSE, WIRES = "tests.conformance.loose_pool", "tests.conformance.wires_pool"
+FACTORS = "tests.conformance.factors_pool"
 
 
 @pytest.mark.timeout(120)
@@ -50,3 +51,21 @@ def test_wires(world: int) -> None:
 def test_a_wire_that_forgets_what_it_left_out_is_seen() -> None:
     ended = forked.run(2, WIRES, "forget")
     assert ended.returncode != 0 and "ddp,wire=int4: " in ended.stderr
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world", [2, 3])
+def test_factors(world: int) -> None:
+    ended = forked.run(world, FACTORS)
+    assert ended.returncode == 0, ended.stderr
+    assert "factors as they should be" in ended.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("late", "second factors wait for the end of backward"), ("keep", "something of an overflow is kept")],
+)
+def test_wrong_factors_are_seen(what: str, words: str) -> None:
+    ended = forked.run(2, FACTORS, what)
+    assert ended.returncode != 0 and words in ended.stderr
