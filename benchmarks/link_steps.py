@@ -1,7 +1,8 @@
 """How many steps each variant of benchmarks/slow_link.py needs to one target loss.
 
     python -m benchmarks.link_steps [--device cuda] [--lanes 8] [--learning-rates 5e-4 1e-3 2e-3]
-                                    [--seeds 3] [--calibrate 100] [--at-most 200] [--target L] [--variants NAMES]
+                                    [--seeds 3] [--calibrate 100] [--at-most 200] [--target L] [--known FILE]
+                                    [--variants NAMES]
                                     [--products medium] [--first-port 20000] [--out FILE] [--quick]
 
 The GPT of 27M parameters, two ranks with 4 x 128 tokens each, AdamW, float32, a usual recipe (links.RECIPE), a made-up
@@ -13,7 +14,7 @@ processors.
 1. The target is the smallest held-out loss that torch DDP has after `--calibrate` steps at any of the learning rates.
 2. Each variant trains from the same weights at each learning rate until it is at the target: evaluated every 5 steps,
    the mean of three neighbours, or, for variants that exchange now and then, after each exchange only, when there is
-   one model. The learning rate with the fewest steps counts.
+   one model, and by a straight line in between. The learning rate with the fewest steps counts.
 3. At that learning rate the other seeds: other weights, other batches.
 
 Writes benchmarks/results/link_steps.json after each run; `--quick` is a tiny model, into .peers/. `--join FILES` runs
@@ -34,7 +35,7 @@ from typing import Any
 from benchmarks.bench import RESULTS, SETTINGS, origin
 from benchmarks.conductor import HOMES, RankError, Setting
 from benchmarks.link_table import best_curve
-from benchmarks.links import RECIPE, Curve, Loopback, Task, learn, ports_from, reached
+from benchmarks.links import RECIPE, Curve, Loopback, Task, learn, period, ports_from, reached
 from benchmarks.peers import Variant
 from benchmarks.slow_link import PEERS, PLANS, SAME_STEPS, TINY
 
@@ -54,6 +55,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", help="peers' names and plans; all where none is given")
     parser.add_argument("--products", default="highest", help="torch's word for how exact those of matrices are")
     parser.add_argument("--first-port", type=int, default=20_000, help="another for a second run beside this one")
+    parser.add_argument("--known", type=Path, help="an earlier run with this target: its first seed is not run again")
     parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="of earlier runs, into --out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="a tiny model: does everything run?")
@@ -85,6 +87,14 @@ class Steps:
             "learning_rates": given.learning_rates,
             "variants": {name: {"failed": "", "curves": {}, "seeds": {}} for name in self.variants},
         }
+
+    def take_over(self, file: Path) -> None:
+        """Curves of an earlier run."""
+        for name, found in json.loads(file.read_text())["variants"].items():
+            for rate, curve in found["curves"].items() if name in self.variants else ():
+                smooth = period(self.variants[name].word) == 1
+                curve["steps"] = reached(curve["points"], self.task.target, smooth=smooth)
+                self.stored["variants"][name]["curves"][rate] = curve
 
     def calibrate(self) -> None:
         """Set the target by what torch DDP reaches."""
@@ -126,7 +136,10 @@ class Steps:
 
     def run(self) -> None:
         self.calibrate()
-        self.take([(name, rate, 0) for rate in self.given.learning_rates for name in self.variants])
+        if self.given.known:
+            self.take_over(self.given.known)
+        every = [(name, rate, 0) for rate in self.given.learning_rates for name in self.variants]
+        self.take([job for job in every if str(job[1]) not in self.stored["variants"][job[0]]["curves"]])
         best = {name: best_curve(one) for name, one in self.stored["variants"].items()}
         there = {name: float(found[0]) for name, found in best.items() if found and found[1]["steps"] is not None}
         self.take([(name, rate, seed) for seed in range(1, self.given.seeds) for name, rate in there.items()])

@@ -1,17 +1,19 @@
 """What is made of a stored run of benchmarks/slow_link.py: steps, bytes, times and ratios, and tables of them.
 
 Seconds to the target are steps x (times no exchange) x (what a step without exchange takes), because times no exchange
-are measured within rounds. Steps are means over seeds; intervals are by resampling rounds, and seeds in pairs.
+are measured within rounds. Where a variant reaches the target between two exchanges, all of the next one is counted.
+Steps are means over seeds; intervals are by resampling rounds, and seeds in pairs.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.links import stages
+from benchmarks.links import period, stages
 from benchmarks.peers import IDEAL
 from benchmarks.step_time import interval
 
@@ -40,6 +42,12 @@ def steps_of(one: dict[str, Any]) -> list[float]:
     return [] if None in steps else steps
 
 
+def charged(one: dict[str, Any], rate: str) -> list[float]:
+    """The same as so many average steps of it, with the whole of the last exchange."""
+    every, relative, exchange = period(one["word"]), median(one["relative"][rate]), median(one["exchange"][rate])
+    return [n + (math.ceil(n / every) - n / every) * exchange / relative for n in steps_of(one)]
+
+
 def best_curve(one: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """A variant's learning rate with the fewest steps, and the curve there; None where it has no curve."""
     curves = one.get("curves") or {}
@@ -61,7 +69,7 @@ def mix(stored: dict[str, Any]) -> None:
             continue
         first, then, after = found
         part = min(1.0, after / fmean(steps))
-        for kind in ("seconds", "relative", "bytes_sent"):
+        for kind in ("seconds", "relative", "bytes_sent", "exchange"):
             for rate in stored["rates"]:
                 both = zip(variants[first][kind][rate], variants[then][kind][rate], strict=True)
                 one[kind][rate] = [part * a + (1 - part) * b for a, b in both]
@@ -82,18 +90,18 @@ def summary(stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
         row["bytes_a_step"] = round(median(sent)) if sent else None
         for rate, relative in one["relative"].items():
             if relative:
-                row["rates"][rate] = _at_rate(variants, one, rate, row.get("steps"), relative)
+                row["rates"][rate] = _at_rate(variants, one, rate, relative)
         rows[name] = row
     return rows
 
 
-def _at_rate(
-    variants: dict[str, Any], one: dict[str, Any], rate: str, steps: float | None, relative: list[float]
-) -> dict[str, Any]:
+def _at_rate(variants: dict[str, Any], one: dict[str, Any], rate: str, relative: list[float]) -> dict[str, Any]:
     found: dict[str, Any] = {"ms": [round(1e3 * v, 1) for v in interval(one["seconds"][rate])]}
     found["to no exchange"] = [round(v, 3) for v in interval(relative)]
-    if steps is not None:
-        found["seconds to target"] = round(steps * median(relative) * median(variants[IDEAL]["seconds"][rate]), 1)
+    if steps := charged(one, rate):
+        found["seconds to target"] = round(
+            fmean(steps) * median(relative) * median(variants[IDEAL]["seconds"][rate]), 1
+        )
     return found
 
 
@@ -107,7 +115,7 @@ def ratios(stored: dict[str, Any], rate: str) -> dict[str, dict[str, list[float]
         for peer in peers:
             if not (rate in rows[plan]["rates"] and rate in rows[peer]["rates"]):
                 continue
-            steps = list(zip(steps_of(variants[plan]), steps_of(variants[peer]), strict=True))
+            steps = list(zip(charged(variants[plan], rate), charged(variants[peer], rate), strict=True))
             times = quotient(variants[plan]["relative"][rate], variants[peer]["relative"][rate], steps)
             found.setdefault(plan, {})[peer] = [round(v, 3) for v in times]
     return found

@@ -133,7 +133,8 @@ def learn(
 ) -> Curve:
     """Train from the start until the target is reached; evaluate in between.
 
-    A variant that exchanges now and then is evaluated after each exchange only, when its ranks have one model.
+    A variant that exchanges now and then is evaluated after each exchange only, when its ranks have one model. It may
+    reach the target in between: one more exchange is counted then (link_table).
 
     Raises:
         RankError: It refuses, ends or does not answer.
@@ -155,14 +156,14 @@ def learn(
 
 
 def reached(points: Sequence[tuple[int, float]], target: float, *, smooth: bool) -> float | None:
-    """The steps at which a curve comes down to the target.
+    """The steps at which a curve comes down to the target, by a straight line between two points.
 
-    Smooth: of the mean of each point with its neighbours, and between points by a straight line. Otherwise the first
-    point at or below it: between exchanges there is no one model.
+    Smooth: of the mean of each point with its neighbours. Otherwise of the points themselves: so few have little noise.
     """
-    if not smooth:
-        return next((float(step) for step, loss in points if loss <= target), None)
-    means = [statistics.fmean(loss for _, loss in points[max(0, k - 1) : k + 2]) for k in range(len(points) - 1)]
+    if smooth:
+        means = [statistics.fmean(loss for _, loss in points[max(0, k - 1) : k + 2]) for k in range(len(points) - 1)]
+    else:
+        means = [loss for _, loss in points]
     for k, mean in enumerate(means):
         if mean <= target:
             step, before = points[k][0], max(0, k - 1)

@@ -167,7 +167,7 @@ class Run:
         for name, timing in timings.items():
             one = self.stored["variants"][name]
             one["failed"] = timing.failed
-            for kind in ("seconds", "relative", "bytes_sent"):
+            for kind in ("seconds", "relative", "bytes_sent", "exchange"):
                 for rate, values in getattr(timing, kind).items():
                     one[kind][rate] += values
         link_table.mix(self.stored)

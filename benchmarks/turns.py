@@ -36,14 +36,16 @@ class Timing:
     """Rate -> the same as times no exchange in the same round."""
     bytes_sent: dict[str, list[float]]
     """Rate -> bytes a step and rank, by the interfaces' counters, one value a round."""
+    exchange: dict[str, list[float]]
+    """Rate -> what one exchange takes beyond ordinary steps, as times no exchange; 0 where every step has one."""
     failed: str = ""
     """Why it gave nothing, or stopped."""
 
     @classmethod
     def of(cls, rates: Sequence[str], failed: str = "") -> Timing:
         """Nothing yet."""
-        nothing: list[dict[str, list[float]]] = [{rate: [] for rate in rates} for _ in range(3)]
-        return cls(seconds=nothing[0], relative=nothing[1], bytes_sent=nothing[2], failed=failed)
+        nothing: list[dict[str, list[float]]] = [{rate: [] for rate in rates} for _ in range(4)]
+        return cls(seconds=nothing[0], relative=nothing[1], bytes_sent=nothing[2], exchange=nothing[3], failed=failed)
 
 
 def shortened(variant: Variant) -> Variant:
@@ -57,13 +59,14 @@ def costs(variant: Variant) -> tuple[str, str, bool]:
     return variant.file, word, variant.kept
 
 
-def seconds_a_step(seconds: float, told: Sequence[Sequence[float]], every: int) -> float:
-    """What a step takes on average, from the seconds of a turn and those of each rank's steps in it."""
+def seconds_of(seconds: float, told: Sequence[Sequence[float]], every: int) -> tuple[float, float]:
+    """What a step takes on average, and an exchange, from the seconds of a turn and of each rank's steps in it."""
     num_steps = len(told[0])
     if every == 1:
-        return seconds / num_steps
+        return seconds / num_steps, 0.0
     ordinary = statistics.fmean(statistics.median(steps[:ORDINARY]) for steps in told)
-    return ordinary + (seconds - num_steps * ordinary) / every
+    exchange = seconds - num_steps * ordinary
+    return ordinary + exchange / every, exchange
 
 
 class Turns:
@@ -118,9 +121,9 @@ class Turns:
         except RankError as error:
             self._fail(there, name, error)
 
-    def _round(self, there: dict[str, Ranks]) -> dict[str, tuple[float, float]]:
-        """A turn of every variant; seconds and bytes a step of those that came through."""
-        took: dict[str, tuple[float, float]] = {}
+    def _round(self, there: dict[str, Ranks]) -> dict[str, tuple[float, float, float]]:
+        """A turn of every variant; seconds a step, of an exchange, and bytes a step of those that came through."""
+        took: dict[str, tuple[float, float, float]] = {}
         for name in self.shuffled.sample(list(there), len(there)):
             once = period(self.variants[name].word) == 1
             before, began = self._sent(), time.perf_counter()
@@ -133,7 +136,7 @@ class Turns:
             for other in self.alike[costs(self.variants[name])]:
                 every = period(self.variants[other].word)
                 part = self.setting.steps if once else every  # a turn has one exchange
-                took[other] = seconds_a_step(seconds, [one["seconds"] for one in said], every), sent / part
+                took[other] = *seconds_of(seconds, [one["seconds"] for one in said], every), sent / part
         if IDEAL not in took:
             raise RuntimeError(f"no exchange, which all are compared with, has failed: {self.timings[IDEAL].failed}")
         return took
@@ -141,12 +144,13 @@ class Turns:
     def _sent(self) -> float:
         return statistics.fmean(self.bed.bytes_sent(host) for host in range(WORLD))
 
-    def _note(self, rate: str, took: dict[str, tuple[float, float]]) -> None:
-        print(f"  {rate}: " + ", ".join(f"{name} {1e3 * s:.0f} ms" for name, (s, _) in took.items()), flush=True)
-        for name, (seconds, sent) in took.items():
+    def _note(self, rate: str, took: dict[str, tuple[float, float, float]]) -> None:
+        print(f"  {rate}: " + ", ".join(f"{name} {1e3 * s:.0f} ms" for name, (s, *_) in took.items()), flush=True)
+        for name, (seconds, exchange, sent) in took.items():
             self.timings[name].seconds[rate].append(seconds)
             self.timings[name].relative[rate].append(seconds / took[IDEAL][0])
             self.timings[name].bytes_sent[rate].append(sent)
+            self.timings[name].exchange[rate].append(exchange / took[IDEAL][0])
 
     def _fail(self, there: dict[str, Ranks], name: str, error: RankError) -> None:
         for other in self.alike[costs(self.variants[name])]:

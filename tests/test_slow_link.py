@@ -10,7 +10,7 @@ from benchmarks.language import FOLLOWS, HELD_OUT, Language
 from benchmarks.links import period, reached, stages
 from benchmarks.peers import IDEAL, PINS, Variant
 from benchmarks.slow_link import PEERS, PLANS, SAME_STEPS
-from benchmarks.turns import ORDINARY, SHORT, costs, seconds_a_step, shortened
+from benchmarks.turns import ORDINARY, SHORT, costs, seconds_of, shortened
 
 
 def test_a_smooth_curve_is_met_between_its_points():
@@ -22,8 +22,8 @@ def test_a_smooth_curve_is_met_between_its_points():
     assert reached(dip[:5], 7.0, smooth=True) is None  # the last point has no neighbour yet
 
 
-def test_between_exchanges_there_is_no_model():
-    assert reached([(32, 8.0), (64, 6.0)], 7.0, smooth=False) == 64.0
+def test_between_exchanges_a_straight_line_counts():
+    assert reached([(32, 8.0), (64, 6.0)], 7.0, smooth=False) == 48.0
     assert reached([(32, 8.0)], 7.0, smooth=False) is None
 
 
@@ -49,18 +49,24 @@ def test_what_takes_the_same_time_is_timed_once():
 
 
 def test_an_exchange_now_and_then_costs_each_step_its_part():
-    assert seconds_a_step(3.0, [[1.0, 2.0], [1.0, 2.0]], every=1) == 1.5
+    assert seconds_of(3.0, [[1.0, 2.0], [1.0, 2.0]], every=1) == (1.5, 0.0)
     told = [[1.0] * 7 + [11.0]] * 2  # 7 ordinary steps, and one with an exchange of 10 s
-    assert seconds_a_step(18.0, told, every=SHORT) == pytest.approx(18.0 / SHORT)
-    assert seconds_a_step(18.0, told, every=100) == pytest.approx(1.1)
+    assert seconds_of(18.0, told, every=SHORT) == pytest.approx((18.0 / SHORT, 10.0))
+    assert seconds_of(18.0, told, every=100) == pytest.approx((1.1, 10.0))
+
+
+def test_all_of_the_last_exchange_is_counted():
+    one = variant(True, 2.0, 20.0) | {"word": "local(every=8)", "exchange": {"1gbit": [4.0] * 3}}
+    assert link_table.charged(one, "1gbit") == [20.0 + 0.5 * 4.0 / 2.0] * 3  # 2.5 exchanges are in 20 average steps
+    assert link_table.charged(one | {"word": "ddp", "exchange": {"1gbit": [0.0] * 3}}, "1gbit") == [20.0] * 3
 
 
 def variant(ours: bool, times: float, steps: float | None, failed: str = "") -> dict[str, object]:
     ideal = [1.0, 2.0, 3.0]
     curves = {"0.001": {"points": [(5, 8.0), (10, 7.5)], "steps": steps}}
     measured = {"seconds": {"1gbit": [times * v for v in ideal]}, "relative": {"1gbit": [times] * 3}}
-    measured["bytes_sent"] = {"1gbit": [1e6, 3e6, 2e6]}
-    return {"ours": ours, "failed": failed, "curves": curves, "seeds": {"1": steps, "2": steps}, **measured}
+    measured |= {"bytes_sent": {"1gbit": [1e6, 3e6, 2e6]}, "exchange": {"1gbit": [0.0] * 3}}
+    return {"ours": ours, "word": "", "failed": failed, "curves": curves, "seeds": {"1": steps, "2": steps}, **measured}
 
 
 STORED = {
