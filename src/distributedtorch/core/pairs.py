@@ -141,7 +141,8 @@ class Pairs:
                 self.pool.give_back(received)
                 if gather:
                     sends.extend(self._post(dist.isend, flat[mine], k, tag | RESULT) for k in self._others())
-            posted.last = lambda: wait_all(sends + sums)
+            wait_all(sums)
+            posted.last = lambda: wait_all(sends)
 
         self.progress.hand_over(posted, finish)
         return posted
