@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,48 @@ def test_freed_memory_is_kept_unless_malloc_was_told_otherwise(told: dict[str, s
     faults = int(done.stdout.split("faults")[1])
     assert ("freed memory kept" in done.stderr) == kept
     assert faults < FEW if kept else faults > MANY, f"{faults} pages in twenty steps"
+
+
+FORKED = """
+import os
+from pathlib import Path
+import torch
+from distributedtorch.launch import heap
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) // 256
+
+assert heap.keep_freed()
+for size in (1, 2, 4, 8, 16, 28):
+    blocks = [torch.ones(size << 18) for _ in range(6)]
+    del blocks
+before = resident()
+pid = os.fork()
+if not pid:
+    os._exit(0)
+os.waitpid(pid, 0)
+print(before - resident())
+"""
+
+
+def test_free_memory_goes_back_before_a_fork():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) > 100, "MiB that a child would hold a copy of"
+
+
+MALLOC = """
+#include <stddef.h>
+extern void *__libc_malloc(size_t);
+void *malloc(size_t size) { return __libc_malloc(size); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="another allocator is made with a C compiler")
+def test_another_allocator_is_left_alone(tmp_path: Path):
+    (tmp_path / "other.c").write_text(MALLOC)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, timeout=60, check=True)
+    asked = [sys.executable, "-c", "from distributedtorch.launch import heap; print(heap.keep_freed())"]
+    for preload, kept in (("", "True"), (str(tmp_path / "other.so"), "False")):
+        environ = {**os.environ, "LD_PRELOAD": preload}
+        done = subprocess.run(asked, env=environ, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.strip() == kept

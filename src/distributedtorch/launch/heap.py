@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
+from functools import cache
 
 KEEP = "DISTRIBUTEDTORCH_KEEP_MEMORY"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -21,9 +22,25 @@ _NEVER, _LARGEST = -1, 32 << 20
 def keep_freed(env: Mapping[str, str] = os.environ) -> bool:
     """Have malloc keep what this process frees. Result: whether it does."""
     told = any(name.startswith("MALLOC_") for name in env) or "glibc.malloc" in env.get("GLIBC_TUNABLES", "")
-    if told or env.get(KEEP) == "0":
+    if told or env.get(KEEP) == "0" or not (glibc := _glibc()):
         return False
-    here = ctypes.CDLL(None)
-    if not hasattr(here, "gnu_get_libc_version"):
+    if not (glibc.mallopt(_MMAP_THRESHOLD, _LARGEST) and glibc.mallopt(_TRIM_THRESHOLD, _NEVER)):
         return False
-    return bool(here.mallopt(_MMAP_THRESHOLD, _LARGEST) and here.mallopt(_TRIM_THRESHOLD, _NEVER))
+    _trim_before_forks()
+    return True
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """glibc, where memory comes from it."""
+    try:
+        glibc = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None
+    used, own = (ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (ctypes.CDLL(None), glibc))
+    return glibc if used == own and hasattr(glibc, "gnu_get_libc_version") else None
+
+
+@cache
+def _trim_before_forks() -> None:
+    glibc = ctypes.CDLL("libc.so.6")
+    os.register_at_fork(before=lambda: glibc.malloc_trim(0))
