@@ -285,7 +285,7 @@ def stepping(plan: str) -> tuple[nn.Module, Callable[..., None]]:
 
 
 SAVED = (
-    *("delay=1,wire=topk(0.1)", "delay=1,wire=powersgd(rank=1)", "zero1,delay=1,wire=topk(0.1)"),
+    *("delay=1,wire=topk(0.1)", "delay=1,wire=powersgd(rank=2)", "zero1,delay=1,wire=topk(0.1)"),
     *("zero2,delay=1,accumulate=2", "zero3,delay=1,wire=int8", "zero3,delay=1"),
 )
 

@@ -54,9 +54,10 @@ def test_a_wire_that_forgets_what_it_left_out_is_seen() -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("shared", ["0", "1"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_factors(world: int) -> None:
-    ended = forked.run(world, FACTORS)
+def test_factors(world: int, shared: str) -> None:
+    ended = forked.run(world, FACTORS, environ={"DISTRIBUTEDTORCH_SHARED": shared})
     assert ended.returncode == 0, ended.stderr
     assert "factors as they should be" in ended.stdout
 
@@ -64,8 +65,13 @@ def test_factors(world: int) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("late", "second factors wait for the end of backward"), ("keep", "something of an overflow is kept")],
+    [
+        ("late", "second factors wait for the end of backward"),
+        ("keep", "something of an overflow is kept"),
+        ("whole", "a gradient of 1e+160 stays"),
+        ("early", "said to have arrived before it has"),
+    ],
 )
 def test_wrong_factors_are_seen(what: str, words: str) -> None:
-    ended = forked.run(2, FACTORS, what)
+    ended = forked.run(2, FACTORS, what, environ={"DISTRIBUTEDTORCH_SHARED": "0"})
     assert ended.returncode != 0 and words in ended.stderr

@@ -7,7 +7,7 @@ Travels per step and rank: as much as without it, with the whole next forward an
 
 The gradient of step t is computed from the parameters of step t and changes those of step t+1: the first step changes
 nothing, the last gradient is not used. What a wire leaves out of step t is added to step t+1; powersgd, which knows it
-only when all sums have come, adds it to t+2 and so keeps it twice. Each gradient is used once: one that is not zeroed
+only when sums have come, adds it to t+2 and so keeps it twice. Each gradient is used once: one that is not zeroed
 after its step is refused. Use it where exchange takes as long as computing and a wire is not enough.
 """
 

@@ -6,8 +6,9 @@ Bytes for a matrix of n x m numbers at rank r: r(n + m) of its nm, summed over r
 out (as much as the gradients) and the second factors. Use it where links are slow and layers are large matrices; what
 is no matrix, or would not get smaller, travels as it is.
 
-The sum of second factors begins when the next bucket leaves, so beside backward. What was left out is where gradients
-are added to and what factors stand for is taken off: nothing as large as a gradient is made anew.
+Between hosts second factors leave when the next bucket finds that first ones have come, so beside backward; through
+shared memory, and over NCCL, at its end. What was left out is where gradients are added to and what factors stand for
+is taken off: for contiguous matrices of 32 or 64 bits nothing as large as a gradient is made anew.
 """
 
 from __future__ import annotations
@@ -58,16 +59,31 @@ class PowerSgd(Wire):
         rows = slot.shape[0] if len(slot.shape) > 1 else 1
         return rows > 1 and self.rank * (rows + slot.numel // rows) < slot.numel
 
-    def add_left(self, key: str, values: Tensor) -> bool:
-        """Add values to what was left out before; not where they are not finite. Result: whether it was done."""
-        if not is_finite(values):
-            return False
+    def add_left(self, key: str, values: Tensor) -> Tensor:
+        """Add values to what was left out before. Result: both."""
         values = values.to(_wide(values))
         before = self.left.get(key)
-        self.left[key] = values.clone() if before is None else require_like(key, before, values).to(values.device)
-        if before is not None:
+        if before is None:
+            self.left[key] = values.clone(memory_format=torch.contiguous_format)
+        else:
+            self.left[key] = require_like(key, before, values).to(values.device)
             self.left[key] += values
-        return True
+        return self.left[key]
+
+    def take_back(self, key: str, values: Tensor) -> None:
+        """Take values out again, to the last bit of what is larger."""
+        self.left[key] -= values
+        self.drop_infinite(key)
+
+    def drop_infinite(self, key: str) -> None:
+        """Keep nothing where the two together were too large."""
+        if not is_finite(self.left[key]):
+            del self.left[key]
+
+    def keep_second(self, key: str, total: Tensor) -> None:
+        """Keep where the next search begins; near 1 in size, or it would grow with every step until it overflows."""
+        size = total.abs().amax()
+        self.second[key] = (total.T / size.where(size > 0, 1.0)).contiguous()
 
     def start(self, key: str, slot: Slot, like: Tensor) -> Tensor:
         """Where the search for the second factor begins: where it ended last time, at first the same on all ranks."""
@@ -95,7 +111,8 @@ class _Factors:
         self.keys = [f"{name}/{slot.index}" for slot in thin]
         self.matrices = [slot.view(flat).reshape(slot.shape[0], -1) for slot in thin]
         """Gradients, until sums take their place."""
-        self.added = [wire.add_left(key, matrix) for key, matrix in zip(self.keys, self.matrices, strict=True)]
+        self.added = _finite(self.matrices)
+        """Which were added to what was left out; of the others nothing is kept, and all ranks get no number."""
         self.factors: list[Tensor] = []
         """Those of each matrix that the ranks have in common: orthogonal columns."""
 
@@ -103,8 +120,8 @@ class _Factors:
         """Sum first factors, and what has none."""
         parts = []
         for key, slot, matrix, added in zip(self.keys, self.thin, self.matrices, self.added, strict=True):
-            like = self.wire.left[key] if added else torch.full_like(matrix, torch.nan, dtype=_wide(matrix))
-            parts.append(like @ self.wire.start(key, slot, like))
+            both = self.wire.add_left(key, matrix) if added else matrix.to(_wide(matrix)) * torch.nan
+            parts.append(both @ self.wire.start(key, slot, both))
         self.shapes = [part.shape for part in parts]
         rest = [slot.view(self.flat).reshape(-1).to(parts[0]) for slot in self.whole]
         self.sent = torch.cat([*(part.reshape(-1) for part in parts), *rest])
@@ -116,40 +133,50 @@ class _Factors:
 
     def second(self) -> Pending:
         """Sum second factors, and take what all of them stand for off what is left out here."""
-        sizes = [shape.numel() for shape in self.shapes] + [slot.numel for slot in self.whole]
-        self.parts, seconds = self.sent.split(sizes), []
-        for key, matrix, added, part, shape in zip(
-            self.keys, self.matrices, self.added, self.parts, self.shapes, strict=False
-        ):
-            good = bool(torch.isfinite(part).all())  # the same on all ranks: all have the same sums
-            factor = torch.linalg.qr(part.view(shape)).Q if good else torch.full_like(part.view(shape), torch.nan)
-            self.factors.append(factor)
+        parts = self.sent.split([shape.numel() for shape in self.shapes] + [slot.numel for slot in self.whole])
+        firsts, self.rest, seconds = parts[: len(self.thin)], parts[len(self.thin) :], []
+        self.good = _finite(firsts)  # the same on all ranks: all have the same sums
+        told = zip(self.keys, self.matrices, self.added, firsts, self.shapes, self.good, strict=True)
+        for key, matrix, added, part, shape, good in told:
             if good:
-                seconds.append(factor.T @ self.wire.left[key])
-                self.wire.left[key].addmm_(factor, seconds[-1], alpha=-1)
+                factor, left = torch.linalg.qr(part.view(shape)).Q, self.wire.left[key]
+                seconds.append(factor.T @ left)
+                left.addmm_(factor, seconds[-1], alpha=-1)
             else:
-                seconds.append(factor.new_full((shape[1], matrix.shape[1]), torch.nan))
-                if added:  # nothing of this step is kept
-                    self.wire.left[key] -= matrix
+                factor = part.new_full(shape, torch.nan)
+                seconds.append(part.new_full((shape[1], matrix.shape[1]), torch.nan))
+                if added:
+                    self.wire.take_back(key, matrix)
+            self.factors.append(factor)
+        self.sizes = [second.numel() for second in seconds]
         self.returned = torch.cat([second.reshape(-1) for second in seconds])
         pending = self._sum("second", self.returned)
         pending.tail.append(self._land)
         return pending
 
     def _land(self) -> None:
-        for slot, values in zip(self.whole, self.parts[len(self.thin) :], strict=True):
+        for slot, values in zip(self.whole, self.rest, strict=True):
             slot.view(self.flat).copy_(values.view(slot.shape))
-        totals = self.returned.split(
-            [f.shape[1] * m.shape[1] for f, m in zip(self.factors, self.matrices, strict=True)]
-        )
-        for key, slot, factor, part in zip(self.keys, self.thin, self.factors, totals, strict=True):
+        totals = self.returned.split(self.sizes)
+        told = zip(self.keys, self.thin, self.factors, totals, self.good, _finite(totals), strict=True)
+        for key, slot, factor, part, begun, good in told:
             total, there = part.view(factor.shape[1], -1), slot.view(self.flat)
-            if bool(torch.isfinite(total).all()):
-                self.wire.second[key] = total.T.clone()
+            if good:
+                self.wire.keep_second(key, total)
+            elif begun:
+                self.wire.drop_infinite(key)
             if there.is_contiguous() and there.dtype == factor.dtype:
                 torch.mm(factor, total, out=there.view(len(factor), -1))
             else:
                 there.copy_((factor @ total).view(slot.shape))
+
+
+def _finite(parts: Sequence[Tensor]) -> list[bool]:
+    """Which have finite numbers only; a device is asked once where all have."""
+    sums = torch.stack([part.sum() for part in parts])
+    if bool(torch.isfinite(sums).all()):
+        return [True] * len(parts)
+    return [is_finite(part) for part in parts]
 
 
 def _wide(values: Tensor) -> torch.dtype:
