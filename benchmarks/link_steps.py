@@ -90,7 +90,9 @@ class Steps:
 
     def take_over(self, file: Path) -> None:
         """Curves of an earlier run."""
-        for name, found in json.loads(file.read_text())["variants"].items():
+        known = json.loads(file.read_text())
+        refuse_others([known, {**self.stored, "target": self.task.target}])
+        for name, found in known["variants"].items():
             for rate, curve in found["curves"].items() if name in self.variants else ():
                 smooth = period(self.variants[name].word) == 1
                 curve["steps"] = reached(curve["points"], self.task.target, smooth=smooth)
@@ -145,13 +147,17 @@ class Steps:
         self.take([(name, rate, seed) for seed in range(1, self.given.seeds) for name, rate in there.items()])
 
 
+def refuse_others(runs: list[dict[str, Any]]) -> None:
+    """Runs that are not of one target, model and recipe cannot be compared."""
+    if len({json.dumps([one.get(key) for key in ("target", "setting", "recipe", "products")]) for one in runs}) > 1:
+        given = "files of several targets, models or recipes"
+        raise SystemExit(f"{given}\n  needed: one of each\n  do: name those that belong together")
+
+
 def joined(files: list[Path]) -> dict[str, Any]:
     """What several runs with one target have stored, as if it were one run."""
     every = [json.loads(file.read_text()) for file in files]
-    if len({(one["target"], json.dumps(one["setting"])) for one in every}) > 1:
-        raise SystemExit(
-            "files of several targets or models\n  needed: one target\n  do: name those that belong together"
-        )
+    refuse_others(every)
     whole: dict[str, Any] = {**every[0], "origin": [one["origin"] for one in every], "variants": {}}
     whole["learning_rates"] = sorted({rate for one in every for rate in one["learning_rates"]})
     for one in every:

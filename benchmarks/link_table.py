@@ -2,7 +2,8 @@
 
 Seconds to the target are steps x (times no exchange) x (what a step without exchange takes), because times no exchange
 are measured within rounds. Where a variant reaches the target between two exchanges, all of the next one is counted.
-Steps are means over seeds; intervals are by resampling rounds, and seeds in pairs.
+Steps are means over seeds; intervals are by resampling rounds, and seeds in pairs (what is counted of a last exchange
+does not vary in them).
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def mix(stored: dict[str, Any]) -> None:
             continue
         first, then, after = found
         part = min(1.0, after / fmean(steps))
-        for kind in ("seconds", "relative", "bytes_sent", "exchange"):
+        one["exchange"] = variants[then if part < 1.0 else first]["exchange"]  # the last one is a whole one
+        for kind in ("seconds", "relative", "bytes_sent"):
             for rate in stored["rates"]:
                 both = zip(variants[first][kind][rate], variants[then][kind][rate], strict=True)
                 one[kind][rate] = [part * a + (1 - part) * b for a, b in both]

@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks import link_table
 from benchmarks.bench import RESULTS, SETTINGS, origin
 from benchmarks.conductor import HOMES, RankError, Setting
-from benchmarks.links import RECIPE, WORLD, confirm, stages
+from benchmarks.links import RECIPE, WORLD, confirm, period, stages
 from benchmarks.peers import IDEAL, Variant
 from benchmarks.turns import Timing, Turns
 from tests.bed import Bed, missing
@@ -93,7 +93,7 @@ PEERS |= {f"{name}{KEPT}": replace(variant, kept=True) for name, variant in PEER
 TINY = Setting(
     model={"layers": 2, "d": 64, "vocabulary": 512, "length": 32, "tied": 0}, batch=4, steps=2, parameters=170_000
 )
-BASES, BEST = (IDEAL, "torch DDP"), 3
+BASES, BEST = (IDEAL, IDEAL_KEPT, "torch DDP"), 3
 
 
 def options() -> argparse.Namespace:
@@ -182,7 +182,8 @@ class Run:
                     continue
                 name = names[0]
                 row, variant = rows[name], self.variants[name]
-                at = {"rate": rate, "num_steps": math.ceil(row["steps"])}
+                every = period(variant.word)
+                at = {"rate": rate, "num_steps": every * math.ceil(row["steps"] / every)}
                 try:
                     whole = confirm(bed, name, variant, self.setting, row["learning_rate"], **at)
                 except RankError as error:

@@ -107,6 +107,9 @@ def test_a_plan_that_begins_as_ddp_takes_the_time_of_both():
     link_table.mix(stored)
     assert found["local(every=8,after=20)"]["relative"] == {"1gbit": [1.25] * 3}
     assert found["ddp"]["relative"] == {"1gbit": [2.0] * 3}
+    found["local(every=8)"]["exchange"] = {"1gbit": [3.0] * 3}
+    link_table.mix(stored)
+    assert found["local(every=8,after=20)"]["exchange"] == {"1gbit": [3.0] * 3}, "the last one is a whole one"
 
 
 def test_what_failed_or_did_not_arrive_stays_in_the_table():
