@@ -85,11 +85,12 @@ def distribute(
     reserve.keep(_devices(given), world.comm, world.local_size)
     if effective.apart:
         apart.part(given, effective, world)
-    kept = world.size > 1 and any(one.type == "cpu" for one in _devices(given)) and heap.keep_freed()
+    if world.size > 1 and any(one.type == "cpu" for one in _devices(given)):
+        heap.keep_freed()
     result, loaders = _attach(objects, given, effective, world, fill)
     synchronised = given.models if world.size > 1 and effective.begins_in_lockstep else []
     batchnorms = sum(map(batchnorm.count, synchronised))
-    report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers, kept=kept)
+    report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
     _remember(effective, given)
     return result
 

@@ -12,7 +12,7 @@ from distributedtorch.core.comm import Comm
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.world import World, accelerator
 from distributedtorch.data.loader import Loader
-from distributedtorch.launch import reserve
+from distributedtorch.launch import heap, reserve
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import log_folder
 from distributedtorch.sync.divided import ALL
@@ -29,11 +29,10 @@ def line(
     *,
     batchnorms: int,
     workers: int | None,
-    kept: bool = False,
 ) -> None:
     """Print the line on rank 0's standard error."""
     if world.rank == 0:
-        said = parts(plan, origin, world, loaders, batchnorms=batchnorms, workers=workers, kept=kept)
+        said = parts(plan, origin, world, loaders, batchnorms=batchnorms, workers=workers)
         say(world, " · ".join(said))
 
 
@@ -49,14 +48,7 @@ def say(world: World, text: str) -> None:
 
 
 def parts(
-    plan: Plan,
-    origin: dict[str, str],
-    world: World,
-    loaders: list[Loader],
-    *,
-    batchnorms: int,
-    workers: int | None,
-    kept: bool,
+    plan: Plan, origin: dict[str, str], world: World, loaders: list[Loader], *, batchnorms: int, workers: int | None
 ) -> list[str]:
     """The line's parts, in order."""
     said = [_workers(world, plan, workers), f"plan {_words(plan, origin)}"]
@@ -70,7 +62,7 @@ def parts(
         said += [f"blocks through host memory ({reason})" for reason in _unreached()]
         divided = _THREADS.get(os.environ.get("DISTRIBUTEDTORCH_THREADS", ""), "")
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
-        said += ["freed memory kept"] if kept else []
+        said += [heap.spoken()] if heap.spoken() else []
         folder = log_folder(find())
         said += [f"other ranks' output in {os.path.relpath(folder)}"] if folder else []
     return said
