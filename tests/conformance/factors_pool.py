@@ -2,7 +2,8 @@
 
 `-m tests.conformance.factors_pool [late | keep | whole | early]`: faults raise. `late`: second factors wait for the end
 of backward. `keep`: numbers that are not finite are added to what is kept. `whole`: second factors are kept unscaled.
-`early`: an exchange is said to have arrived before it has.
+`early`: an exchange is said to have arrived before it has. With `-m tests.hosts 0,0,1,1` in front: that nobody waits
+for a rank of its host that is in another exchange; `held`: results are copied at the end only, as if nobody waited.
 """
 
 from __future__ import annotations
@@ -17,22 +18,29 @@ import distributedtorch as dt
 from distributedtorch.core import pairs
 from distributedtorch.core.bucket import Slot
 from distributedtorch.core.comm import Pending
+from distributedtorch.core.hosts import Relayed
+from distributedtorch.core.transfer import SUMMED
 from distributedtorch.core.world import here
 from distributedtorch.wire import powersgd
 from distributedtorch.wire.powersgd import PowerSgd
 from distributedtorch.wire.twice import Twice
 
-ROWS, COLUMNS = 64, 48
-SLOT = Slot(index=0, start=0, numel=ROWS * COLUMNS, shape=torch.Size((ROWS, COLUMNS)), stride=(COLUMNS, 1))
+
+def matrix(rows: int, columns: int) -> Slot:
+    return Slot(index=0, start=0, numel=rows * columns, shape=torch.Size((rows, columns)), stride=(columns, 1))
 
 
-def values(seed: int) -> Tensor:
-    return torch.randn(SLOT.numel, generator=torch.Generator().manual_seed(10 * seed + dt.rank()))
+SLOT, LARGE = matrix(64, 48), matrix(4096, 48)
+"""The first factors of the large one are more than what goes through shared memory as a short message."""
 
 
-def begun(wire: PowerSgd, name: str, flat: Tensor) -> Twice:
-    bounds = [SLOT.numel * k // dt.world() for k in range(dt.world() + 1)]
-    made: Pending = wire.all_reduce(name, flat, bounds, [SLOT])
+def values(seed: int, slot: Slot = SLOT) -> Tensor:
+    return torch.randn(slot.numel, generator=torch.Generator().manual_seed(10 * seed + dt.rank()))
+
+
+def begun(wire: PowerSgd, name: str, flat: Tensor, slot: Slot = SLOT) -> Twice:
+    bounds = [slot.numel * k // dt.world() for k in range(dt.world() + 1)]
+    made: Pending = wire.all_reduce(name, flat, bounds, [slot])
     assert isinstance(made, Twice)
     return made
 
@@ -106,8 +114,47 @@ def arrived_is_all_of_it() -> None:
     pairs.sum_in_order = sums
 
 
+def summed(one: Relayed) -> bool:
+    """Whether the results of an exchange lie on this host, whoever has copied them."""
+    there = one.advance(wait=False) and all(stage.done.is_set() for stage in one.stages)
+    return there and one._all_have(SUMMED)
+
+
+def nobody_is_held() -> None:
+    """Between hosts: first factors of a bucket are there, and a neighbour is in another exchange by then."""
+    wire, last = PowerSgd(here().comm, 4), dt.rank() % 2
+    first = begun(wire, "first bucket", values(1, LARGE), LARGE)
+    if last:
+        dt.barrier()
+    else:
+        one = first.first.work
+        assert isinstance(one, Relayed)
+        while not summed(one):
+            pass
+    second = begun(wire, "second bucket", values(2, LARGE), LARGE)  # asks whether the first has arrived
+    if not last:
+        dt.barrier()
+    first.wait()
+    second.wait()
+
+
+def autocast_changes_nothing() -> None:
+    """A backward may stand in the user's autocast."""
+    found = []
+    for on in (False, True):
+        wire = PowerSgd(here().comm, 2)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            for step in range(3):
+                flat = values(step).float()
+                begun(wire, "bucket", flat).wait()
+        found.append(flat)
+    assert torch.equal(*found), "factors hang on the user's autocast"
+
+
 def sabotage(what: str) -> None:
-    if what == "late":
+    if what == "held":
+        Relayed.ends = summed  # type: ignore[method-assign]
+    elif what == "late":
         powersgd.go_on = lambda made: made.begun.append(made) or made  # type: ignore[attr-defined]
     elif what == "keep":
         powersgd._finite = lambda parts: [True] * len(parts)
@@ -123,7 +170,11 @@ if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     if sys.argv[1:]:
         sabotage(sys.argv[1])
-    beside_backward()
+    if here().comm.hosts is not None:
+        nobody_is_held()
+    else:
+        beside_backward()
+    autocast_changes_nothing()
     nothing_of_an_overflow_is_kept()
     a_large_gradient_passes()
     if here().comm.shared is None:

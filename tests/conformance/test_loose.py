@@ -63,6 +63,14 @@ def test_factors(world: int, shared: str) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_factors_between_hosts_hold_nobody() -> None:
+    ended = forked.run(4, "tests.hosts", "0,0,1,1", FACTORS)
+    assert ended.returncode == 0, ended.stderr
+    held = forked.run(4, "tests.hosts", "0,0,1,1", FACTORS, "held")
+    assert held.returncode != 0 and "waits in" in held.stderr, held.stderr
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("what", "words"),
     [

@@ -34,11 +34,10 @@ FEW, MANY = 2_000, 20_000
     ("told", "kept"),
     [
         ({}, True),
-        ({"DISTRIBUTEDTORCH_KEEP_MEMORY": "0", "MALLOC_MMAP_THRESHOLD_": "1000000"}, False),
         ({"MALLOC_MMAP_THRESHOLD_": "1000000"}, False),
         ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}, False),
     ],
-    ids=["untold", "switched off", "told by a variable", "told by a tunable"],
+    ids=["untold", "told by a variable", "told by a tunable"],
 )
 def test_freed_memory_is_kept_unless_malloc_was_told_otherwise(told: dict[str, str], kept: bool, tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAIN)
@@ -49,6 +48,12 @@ def test_freed_memory_is_kept_unless_malloc_was_told_otherwise(told: dict[str, s
     faults = int(done.stdout.split("faults")[1])
     assert ("freed memory kept" in done.stderr) == kept
     assert faults < FEW if kept else faults > MANY, f"{faults} pages in twenty steps"
+
+
+def test_keeping_memory_can_be_switched_off():
+    asked = "from distributedtorch.launch import heap; print(heap.keep_freed({heap.KEEP: '0'}), heap.keep_freed({}))"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 FORKED = """

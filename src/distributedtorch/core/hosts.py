@@ -127,6 +127,8 @@ class Relayed:
         self.own = bounds[hosts.rank + 1] - bounds[hosts.rank]
         self.remote = [r for r in hosts.ranges[hosts.rank] if r != hosts.rank and bounds[r + 1] > bounds[r]]
         self.advanced = False
+        self.copied = not gather
+        """Whether this rank has copied all results, and said so."""
         self.stages = [Posted() for _ in range((out is not None) + gather)]
         """Parts of sums have come; results have."""
         self.borrowed: list[Tensor] = []
@@ -221,11 +223,17 @@ class Relayed:
         return finish
 
     def ends(self) -> bool:
-        """Whether `finish` would hardly wait."""
+        """Whether `finish` would hardly wait. Results are copied as soon as they lie there: others wait for that."""
+        if not self.advance(wait=False) or not all(stage.done.is_set() for stage in self.stages):
+            return False
+        if not self.copied and self._all_have(SUMMED):
+            self._spread()
+        return self.copied and self._all_have(READ)
+
+    def _all_have(self, word: int) -> bool:
+        """Whether all other ranks of this host have said so."""
         shared = self.hosts.shared
-        word = SUMMED if self.gather else READ
-        there = (shared.board.reached(k, self.line, word, self.count) for k in shared.others)
-        return self.advance(wait=False) and all(stage.done.is_set() for stage in self.stages) and all(there)
+        return all(shared.board.reached(k, self.line, word, self.count) for k in shared.others)
 
     def finish(self) -> None:
         """Return when the result is in place and nobody needs this rank's memory any more."""
@@ -233,7 +241,7 @@ class Relayed:
         self.advance(wait=True)
         for stage in self.stages:
             self.hosts.attend(stage)
-        if self.gather:
+        if not self.copied:
             self._spread()
         shared.wait_all(self.line, READ, self.count)
         shared.ended(self)
@@ -254,3 +262,4 @@ class Relayed:
                     data = shared.data(place, self.line, self.count, span, self.flat.dtype)
                     self.flat[low:high].copy_(data)
         shared.board.put(self.line, READ, self.count)
+        self.copied = True

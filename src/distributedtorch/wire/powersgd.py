@@ -6,9 +6,9 @@ Bytes for a matrix of n x m numbers at rank r: r(n + m) of its nm, summed over r
 out (as much as the gradients) and the second factors. Use it where links are slow and layers are large matrices; what
 is no matrix, or would not get smaller, travels as it is.
 
-Between hosts second factors leave when the next bucket finds that first ones have come, so beside backward; through
-shared memory, and over NCCL, at its end. What was left out is where gradients are added to and what factors stand for
-is taken off: for contiguous matrices of 32 or 64 bits nothing as large as a gradient is made anew.
+Between hosts second factors leave when the next bucket finds that first ones have come, so beside backward; large ones
+through shared memory, and all over NCCL, at its end. What was left out is where gradients are added to and what factors
+stand for is taken off: for contiguous matrices of 32 or 64 bits nothing as large as a gradient is made anew.
 """
 
 from __future__ import annotations
@@ -119,13 +119,18 @@ class _Factors:
     def first(self) -> Pending:
         """Sum first factors, and what has none."""
         parts = []
-        for key, slot, matrix, added in zip(self.keys, self.thin, self.matrices, self.added, strict=True):
-            both = self.wire.add_left(key, matrix) if added else matrix.to(_wide(matrix)) * torch.nan
-            parts.append(both @ self.wire.start(key, slot, both))
+        with self._exactly():
+            for key, slot, matrix, added in zip(self.keys, self.thin, self.matrices, self.added, strict=True):
+                both = self.wire.add_left(key, matrix) if added else matrix.to(_wide(matrix)) * torch.nan
+                parts.append(both @ self.wire.start(key, slot, both))
         self.shapes = [part.shape for part in parts]
         rest = [slot.view(self.flat).reshape(-1).to(parts[0]) for slot in self.whole]
         self.sent = torch.cat([*(part.reshape(-1) for part in parts), *rest])
         return self._sum("first", self.sent)
+
+    def _exactly(self) -> torch.autocast:
+        """Products in the type of factors, also where a backward stands in the user's autocast."""
+        return torch.autocast(self.flat.device.type, enabled=False)
 
     def _sum(self, which: str, values: Tensor) -> Pending:
         bounds = [values.numel() * k // self.comm.world for k in range(self.comm.world + 1)]
@@ -140,8 +145,9 @@ class _Factors:
         for key, matrix, added, part, shape, good in told:
             if good:
                 factor, left = torch.linalg.qr(part.view(shape)).Q, self.wire.left[key]
-                seconds.append(factor.T @ left)
-                left.addmm_(factor, seconds[-1], alpha=-1)
+                with self._exactly():
+                    seconds.append(factor.T @ left)
+                    left.addmm_(factor, seconds[-1], alpha=-1)
             else:
                 factor = part.new_full(shape, torch.nan)
                 seconds.append(part.new_full((shape[1], matrix.shape[1]), torch.nan))
@@ -165,10 +171,11 @@ class _Factors:
                 self.wire.keep_second(key, total)
             elif begun:
                 self.wire.drop_infinite(key)
-            if there.is_contiguous() and there.dtype == factor.dtype:
-                torch.mm(factor, total, out=there.view(len(factor), -1))
-            else:
-                there.copy_((factor @ total).view(slot.shape))
+            with self._exactly():
+                if there.is_contiguous() and there.dtype == factor.dtype:
+                    torch.mm(factor, total, out=there.view(len(factor), -1))
+                else:
+                    there.copy_((factor @ total).view(slot.shape))
 
 
 def _finite(parts: Sequence[Tensor]) -> list[bool]:
