@@ -87,9 +87,9 @@ def inside(plan: str, seed: int, steps: int, kind: str, lr: float) -> None:
 
 def forget() -> None:
     """What codes leave out is lost."""
-    for kind, name in ((Coded, "reduced"), (PowerSgd, "matrix")):
+    for kind, name in ((Coded, "reduced"), (PowerSgd, "add_left")):
         kept = getattr(kind, name)
-        setattr(kind, name, lambda self, *given, kept=kept: (self.left.clear(), kept(self, *given))[1])
+        setattr(kind, name, lambda self, key, *given, kept=kept: (self.left.pop(key, None), kept(self, key, *given))[1])
 
 
 def rate(step: int, steps: int) -> float:

@@ -124,7 +124,7 @@ def reserved(device: str) -> dict[str, Any]:
 def main(folder: Path, device: str) -> int:
     rows: list[dict[str, Any]] = []
     bad: list[Any] = []
-    for ranks, bucket in ((2, 1 << 25), (4, 1 << 16)):  # of more than two pieces of a code; many
+    for ranks, bucket in ((2, 1 << 25), (4, 1 << 18)):  # of more than two pieces of a code; many
         ended = run("--inside", device, ranks=ranks, DISTRIBUTEDTORCH_BUCKET_BYTES=str(bucket))
         came = [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("ROW ")]
         bad += [f"{ranks} ranks ended with {ended.returncode}"] if ended.returncode else []

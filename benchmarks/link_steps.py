@@ -1,6 +1,6 @@
 """How many steps each variant of benchmarks/slow_link.py needs to one target loss.
 
-    python -m benchmarks.link_steps [--device cuda] [--lanes 8] [--learning-rates 5e-4 1e-3 2e-3]
+    python -m benchmarks.link_steps [--device cuda] [--lanes 8] [--learning-rates 5e-4 7e-4 1e-3]
                                     [--seeds 3] [--calibrate 100] [--at-most 200] [--target L] [--known FILE]
                                     [--variants NAMES]
                                     [--products medium] [--first-port 20000] [--out FILE] [--quick]
@@ -47,7 +47,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--lanes", type=int, default=1)
-    parser.add_argument("--learning-rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3])
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=[5e-4, 7e-4, 1e-3])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--calibrate", type=int, default=100)
     parser.add_argument("--target", type=float, help="of an earlier run, for more variants")
