@@ -14,7 +14,8 @@ processors.
 1. The target is the smallest held-out loss that torch DDP has after `--calibrate` steps at any of the learning rates.
 2. Each variant trains from the same weights at each learning rate until it is at the target: evaluated every 5 steps,
    the mean of three neighbours, or, for variants that exchange now and then, after each exchange only, when there is
-   one model, and by a straight line in between. The learning rate with the fewest steps counts.
+   one model, and by a straight line in between. Under `delay` there never is: evaluated is the mean of replicas, which
+   is what dt.sync() would leave. The learning rate with the fewest steps counts.
 3. At that learning rate the other seeds: other weights, other batches.
 
 Writes benchmarks/results/link_steps.json after each run; `--quick` is a tiny model, into .peers/. `--join FILES` runs
@@ -35,7 +36,7 @@ from typing import Any
 from benchmarks.bench import RESULTS, SETTINGS, origin
 from benchmarks.conductor import HOMES, RankError, Setting
 from benchmarks.link_table import best_curve
-from benchmarks.links import RECIPE, Curve, Loopback, Task, learn, period, ports_from, reached
+from benchmarks.links import RECIPE, Curve, Loopback, Task, evaluated, learn, ports_from, reached
 from benchmarks.peers import Variant
 from benchmarks.slow_link import PEERS, PLANS, SAME_STEPS, TINY
 
@@ -94,7 +95,7 @@ class Steps:
         refuse_others([known, {**self.stored, "target": self.task.target}])
         for name, found in known["variants"].items():
             for rate, curve in found["curves"].items() if name in self.variants else ():
-                smooth = period(self.variants[name].word) == 1
+                _, smooth = evaluated(self.variants[name].word)
                 curve["steps"] = reached(curve["points"], self.task.target, smooth=smooth)
                 self.stored["variants"][name]["curves"][rate] = curve
 

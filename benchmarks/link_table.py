@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
@@ -44,8 +45,13 @@ def steps_of(one: dict[str, Any]) -> list[float]:
 
 
 def charged(one: dict[str, Any], rate: str) -> list[float]:
-    """The same as so many average steps of it, with the whole of the last exchange."""
+    """The same as so many average steps of it, with the whole of the last exchange.
+
+    Under `delay` that is one with which all come together: one that nobody steps beside.
+    """
     every, relative, exchange = period(one["word"]), median(one["relative"][rate]), median(one["exchange"][rate])
+    if last := one.get("last"):
+        return [n + median(last[rate]) / relative for n in steps_of(one)]
     return [n + (math.ceil(n / every) - n / every) * exchange / relative for n in steps_of(one)]
 
 
@@ -61,10 +67,17 @@ def _lowest(curve: dict[str, Any]) -> float:
     return min((loss for _, loss in curve["points"]), default=float("inf"))
 
 
+def undelayed(name: str) -> str:
+    """A plan of ours, whose rounds end when they are begun."""
+    return re.sub(r"\),delay=\d+", ")", name)
+
+
 def mix(stored: dict[str, Any]) -> None:
-    """What steps of plans that begin as ddp take and send: of what they are at first and then, each for its steps."""
+    """What follows from other variants: of plans that begin as ddp, both parts by their steps; last exchanges."""
     variants = stored["variants"]
-    for one in variants.values():
+    for name, one in variants.items():
+        if (at_once := undelayed(name)) != name:
+            one["last"] = variants[at_once]["exchange"]
         steps = steps_of(one)
         if not steps or not (found := stages(one["word"])):
             continue

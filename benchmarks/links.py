@@ -82,6 +82,21 @@ def period(word: str) -> int:
     return int(found[1]) if found else 1
 
 
+def delay(word: str) -> int:
+    """Of a plan of ours: for how many steps a round travels beside them."""
+    found = re.search(r"\),delay=(\d+)", word)
+    return int(found[1]) if found else 0
+
+
+def evaluated(word: str) -> tuple[int, bool]:
+    """After how many steps a variant is evaluated, each time, and whether points are then taken with their neighbours.
+
+    After an exchange where one comes now and then; `delay` is evaluated by the mean of replicas, so at any step.
+    """
+    often = period(word) == 1 or (delay(word) > 0 and period(word) < EVALUATED_EVERY)
+    return (EVALUATED_EVERY, True) if often else (period(word), False)
+
+
 def stages(word: str) -> tuple[str, str, int] | None:
     """Of a plan that begins as ddp: what it is at first, what then, and after how many steps."""
     found = re.fullmatch(r"local\((every=\d+),after=(\d+)\)(.*)", word)
@@ -139,15 +154,14 @@ def learn(
     Raises:
         RankError: It refuses, ends or does not answer.
     """
-    every = period(variant.word)
-    stretch = every if every > 1 else EVALUATED_EVERY
+    stretch, smooth = evaluated(variant.word)
     ranks, versions = start(bed, name, variant, task.setting, learning_rate, seed=seed)
     curve = Curve(versions=versions)
     try:
         for taken in range(stretch, task.at_most + 1, stretch):
             ranks.ask({"steps": stretch}, SECONDS_TURN)
             curve.points.append((taken, held_out_loss(ranks)))
-            curve.steps = reached(curve.points, task.target, smooth=every == 1)
+            curve.steps = reached(curve.points, task.target, smooth=smooth)
             if curve.steps is not None or not math.isfinite(curve.points[-1][1]):
                 break
     finally:

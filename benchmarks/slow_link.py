@@ -117,7 +117,7 @@ class Run:
             raise SystemExit("link_steps.json is of another model or schedule\n  do: run benchmarks.link_steps again")
         self.variants = {IDEAL: Variant(file="alone"), IDEAL_KEPT: Variant(file="alone", kept=True)}
         self.variants |= {name: PEERS[name] for name in given.peers}
-        parts = [part for plan in given.plans for part in (stages(plan) or ())[:2]]
+        parts = [part for plan in given.plans for part in (*(stages(plan) or ())[:2], link_table.undelayed(plan))]
         self.variants |= {plan: Variant(file="ours", word=plan) for plan in (*given.plans, *parts)}
         blank: dict[str, Any] = {"failed": "", "curves": {}, "seeds": {}}
         steps = {name: learned["variants"].get(SAME_STEPS.get(name, name), blank) for name in self.variants}
@@ -158,6 +158,7 @@ class Run:
 
     def _time(self, bed: Bed, names: list[str], num_rounds: int) -> None:
         names = [part for name in names for part in (stages(self.variants[name].word) or (name, name))[:2]]
+        names += [link_table.undelayed(name) for name in names]
         found = self.stored["variants"]
         there = {name: self.variants[name] for name in dict.fromkeys(names) if not found[name]["failed"]}
         timings = Turns(bed, there, self.setting, self.stored["rates"]).take(num_rounds)

@@ -2,9 +2,9 @@
 
 In every round each variant has one turn, in a new order, while the others sleep on their pipes. A turn of one that
 exchanges now and then is `SHORT` steps of the same with `every=SHORT`: it has exactly one exchange, and its first
-`ORDINARY` steps, told by the ranks, have none. A step of it takes the median ordinary step, and its part of what the
-turn took beyond ordinary steps. So variants that differ in their period alone (or in what changes no time: momentum,
-learning rates) have their turns in common.
+`ORDINARY` steps, told by the ranks, have none; a round under `delay` ends with the turn. A step of it takes the median
+ordinary step, and its part of what the turn took beyond ordinary steps. So variants that differ in their period alone
+(or in what changes no time: momentum, learning rates) have their turns in common.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.conductor import RankError, Ranks, Setting, grouped
-from benchmarks.links import SECONDS_TURN, WORLD, period, start
+from benchmarks.links import SECONDS_TURN, WORLD, delay, period, start
 from benchmarks.peers import IDEAL, Variant
 from tests.bed import Bed
 
@@ -117,7 +117,8 @@ class Turns:
         variant = self.variants[name]
         try:
             there[name], _ = start(self.bed, name, shortened(variant), self.setting, LEARNING_RATE)
-            there[name].ask({"steps": SHORT if period(variant.word) > 1 else WARMUP}, SECONDS_TURN)
+            warm_up = SHORT + delay(variant.word) if period(variant.word) > 1 else WARMUP
+            there[name].ask({"steps": warm_up}, SECONDS_TURN)
         except RankError as error:
             self._fail(there, name, error)
 

@@ -86,6 +86,19 @@ def test_what_servers_cannot_be_told(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("delay=2", "`delay=1`: a gradient is applied at the next step"),
+        ("zero2,delay=3", "write delay=1"),
+        ("local(every=4),delay=5", "write delay=4 or less"),
+    ],
+)
+def test_how_long_an_exchange_may_travel(text: str, said: str) -> None:
+    assert any(said in fault for fault in Plan.parse(text).faults()), Plan.parse(text).faults()
+    assert Plan.parse("diloco(every=4),delay=4,wire=int4").faults() == []
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "server(staleness=2,compensate=0.1,rates=own),wire=topk(0.1)",

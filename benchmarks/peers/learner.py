@@ -13,6 +13,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +32,8 @@ STEPS_A_SEED = 1_000_000
 class Learner:
     """A model, the step that trains it, and the rows it is given."""
 
-    def __init__(self, model: Gpt, step: Step, batch: int) -> None:
-        self.model, self.step, self.batch = model, step, batch
+    def __init__(self, model: Gpt, step: Step, batch: int, agreed: Callable[[Gpt], Any]) -> None:
+        self.model, self.step, self.batch, self.agreed = model, step, batch, agreed
         self.device = next(model.parameters()).device
         self.language, self.length = Language(model.token.num_embeddings), model.place.num_embeddings + 1
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -56,7 +59,8 @@ class Learner:
     def evaluate(self, num_rows: int) -> float:
         """The mean loss on this rank's part of the held-out rows."""
         parts = self.rows(HELD_OUT, num_rows // self.world).split(self.batch)
-        return sum(float(loss_of(self.model, part)) * len(part) for part in parts) / (num_rows // self.world)
+        with self.agreed(self.model):
+            return sum(float(loss_of(self.model, part)) * len(part) for part in parts) / (num_rows // self.world)
 
 
 def main() -> None:
@@ -67,12 +71,13 @@ def main() -> None:
     torch.set_float32_matmul_precision(os.environ.get("BENCHMARK_PRODUCTS", "highest"))
     model = Gpt(**given["model"]).to(os.environ.get("BENCHMARK_DEVICE", "cpu"))
     try:
-        step: Step = importlib.import_module(f"benchmarks.peers.{given['file']}").build(given["word"], model)
+        library = importlib.import_module(f"benchmarks.peers.{given['file']}")
+        step: Step = library.build(given["word"], model)
     except Exception as error:  # whatever a library says no with
         why = (str(error).strip() or "without a word").splitlines()[0]
         print(json.dumps({"refused": f"{type(error).__name__}: {why}"}), file=said)
         raise
-    learner = Learner(model, step, given["batch"])
+    learner = Learner(model, step, given["batch"], getattr(library, "agreed", nullcontext))
     print(json.dumps({"versions": facts(given["model"])["versions"]}), file=said)
     while line := heard.readline():
         told = json.loads(line)

@@ -71,7 +71,7 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     few = large_tables(models) if way is not None else set()
     some, dense = [p for p in rest_ if id(p) in few], [p for p in rest_ if id(p) not in few]
     syncs: list[Sync] = []
-    if rows and plan.get("delay"):
+    if rows and plan.delay:
         do = "sparse=False, or another plan"
         raise UsageError(explain(f"sparse gradients under {plan}", "a plan that exchanges rows at once", do))
     if dense or not rows + some:

@@ -104,10 +104,10 @@ MENU: dict[str, Recipe] = {
         travels="as without it, once per k batches; under zero2 the gradient half k times",
     ),
     "delay": Recipe(
-        traits=Traits(exact=False, needs_lockstep=True, needs_repeats=True, accepts=("whole", "flat", "split")),
-        summary="The gradient of a step is applied at the next one; the first step changes nothing.",
-        holds="gradients Ψ more; under zero2 and zero3 Ψ/N more, and what travels: up to Ψ where links are slow",
-        travels="as without it, beside the whole next step",
+        traits=Traits(exact=False, needs_repeats=True, accepts=("whole", "flat", "split")),
+        summary="A gradient is applied one step later; under local and diloco a round ends so many steps later.",
+        holds="gradients Ψ more; under zero2, zero3 Ψ/N and what travels, up to Ψ; under local, diloco up to 3Ψ more",
+        travels="as without it, beside the whole next step, or so many",
     ),
     "batch": Recipe(
         traits=Traits(),

@@ -63,7 +63,7 @@ def _ddp(trained: Trained, plan: Plan, world: World) -> Sync:
     def make(name: str) -> Ddp:
         return Ddp(one.params, one.names, one.optimizer, world.comm, name, wire=made)
 
-    return Late([make(one.name), make(one.name + TURN)]) if plan.get("delay") else make(one.name)
+    return Late([make(one.name), make(one.name + TURN)]) if plan.delay else make(one.name)
 
 
 def _zero(stage: int) -> Build:
@@ -84,7 +84,7 @@ def _zero(stage: int) -> Build:
         def make(name: str) -> Zero:
             return Zero(params, names, trained.optimizer, name, memory, wire=way, eager=stage > 1, whole=whole)
 
-        return Late([make(name), make(name + TURN)]) if plan.get("delay") else make(name)
+        return Late([make(name), make(name + TURN)]) if plan.delay else make(name)
 
     return build
 
@@ -140,7 +140,8 @@ def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> Non
 
 def _rounds(kind: Callable[..., Loose]) -> Build:
     def build(trained: Trained, plan: Plan, world: World) -> Sync:
-        made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **plan.options(plan.sync))
+        options = {**plan.options(plan.sync), "delay": plan.delay}
+        made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **options)
         world.undo.append(made.close)
         return made
 
@@ -235,7 +236,7 @@ _BY_NUMBER = ("bf16", "fp16", "int8", "int4", "int2", "sign")
 
 def wire_of_tables(plan: Plan, world: World) -> Coded | None:
     """How rows of tables travel where those that no rank used need not; None: all of them do, with the rest."""
-    plainly = plan.sync == "ddp" and plan.accumulate == 1 and not plan.get("delay") and world.size > 1
+    plainly = plan.sync == "ddp" and plan.accumulate == 1 and not plan.delay and world.size > 1
     if not plainly or plan.wire is None or plan.wire.name not in _BY_NUMBER:
         return None
     return Coded(world.comm, CODES[plan.wire.name]())

@@ -25,6 +25,7 @@ from distributedtorch.sync.groups import Groups
 from distributedtorch.sync.local import Local
 from distributedtorch.sync.loose import Loose
 from distributedtorch.sync.rounds import Rounds
+from distributedtorch.sync.underway import UnderWay
 from tests.conformance.loops import rows
 
 EPOCHS = 3
@@ -345,6 +346,9 @@ def saved(folder: Path) -> None:
             "local(every=2,after=5),wire=int2",
             "local(every=3,after=2),wire=topk(0.1)",
             "diloco(every=3)",
+            "local(every=3),delay=2",
+            "local(every=3),wire=topk(0.1),delay=3",
+            "diloco(every=3),delay=2",
             "gossip",
             "groups(every=3,drift=0.1)",
             "wire=topk(0.1)",
@@ -410,6 +414,8 @@ def sabotage(what: str) -> None:
             self.rounds = number
 
         Gossip.agree = agree  # type: ignore[method-assign]
+    elif what == "under way not saved":
+        UnderWay.state = lambda self: {}  # type: ignore[method-assign]
     elif what == "replicas not saved":
         Loose.take_own_state = lambda self, state: None  # type: ignore[method-assign,misc]
 

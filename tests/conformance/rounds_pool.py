@@ -157,6 +157,12 @@ def leave(folder: Path) -> None:
         step(number)
     dt.save(folder / "left")
     release()
+    _, step = stepping(f"diloco(every={EVERY}),delay={EVERY}")
+    for number in range(BEFORE):
+        step(number)
+    assert dt.stats().backlog == 1
+    dt.save(folder / "under way")
+    release()
     _, step = stepping("local(every=2,after=4)")
     for number in range(BEFORE):
         step(number)
@@ -179,18 +185,42 @@ def enter(folder: Path) -> None:
         step(number)
     compare("diloco in another world", list(in_two_worlds(3, 2)), list(model.parameters()))
     release()
+    model, step = stepping(f"diloco(every={EVERY}),delay={EVERY}")
+    dt.load(folder / "under way")
+    for number in range(BEFORE, BEFORE + AFTER):
+        step(number)
+    compare("diloco,delay in another world", list(in_two_worlds(3, 2, late=True)), list(model.parameters()))
+    release()
 
 
-def in_two_worlds(before: int, after: int) -> Iterator[Tensor]:
-    """DiLoCo by hand: the outer parameters and their momentum stay, what replicas have becomes its mean."""
+def in_two_worlds(before: int, after: int, *, late: bool = False) -> Iterator[Tensor]:
+    """DiLoCo by hand: the outer parameters and their momentum stay, what replicas have becomes its mean.
+
+    `late`: what a round means is done at the next one, or where the world changes.
+    """
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
     outer = [p.detach().clone() for p in model.parameters()]
     speed = [torch.zeros_like(p) for p in outer]
     replicas = [copy.deepcopy(model) for _ in range(before)]
     optimizers = [adam(replica) for replica in replicas]
+    stood: list[list[Tensor]] = []
+
+    def meet() -> None:
+        for k, (values, there) in enumerate(
+            zip(zip(*(r.parameters() for r in replicas), strict=True), stood, strict=True)
+        ):
+            moved = sum(v - outer[k] for v in there) / len(there)
+            speed[k] = 0.9 * speed[k] - moved
+            outer[k] = outer[k] + 0.7 * (moved - 0.9 * speed[k])
+            for value, before_ in zip(values, there, strict=True):
+                value.data.copy_(outer[k] + (value.data - before_))
+        stood.clear()
+
     for number in range(BEFORE + AFTER):
         if number == BEFORE:
+            if stood:
+                meet()
             replicas, optimizers = averaged(replicas, optimizers, after)
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             x = torch.randn(4, 40, generator=torch.Generator().manual_seed(100 * number + rank))
@@ -198,12 +228,12 @@ def in_two_worlds(before: int, after: int) -> Iterator[Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         if (number + 1) % EVERY == 0:
-            for k, values in enumerate(zip(*(r.parameters() for r in replicas), strict=True)):
-                moved = sum(v.detach() - outer[k] for v in values) / len(values)
-                speed[k] = 0.9 * speed[k] - moved
-                outer[k] = outer[k] + 0.7 * (moved - 0.9 * speed[k])
-                for value in values:
-                    value.data.copy_(outer[k])
+            if stood:
+                meet()
+            every_one = zip(*(r.parameters() for r in replicas), strict=True)
+            stood.extend([value.detach().clone() for value in values] for values in every_one)
+            if not late:
+                meet()
     yield from replicas[dt.rank()].parameters()
 
 
@@ -282,6 +312,8 @@ def sabotage(what: str) -> None:
             module.wide = lambda tensor: tensor  # type: ignore[attr-defined]
     elif what == "begin anew":
         Diloco.common = ()
+    elif what == "never ends":
+        Diloco._end_in_another_world = lambda self, *given: None  # type: ignore[method-assign]
 
 
 def main(what: str, folder: Path, words: list[str]) -> None:

@@ -37,6 +37,8 @@ def test_a_checkpoint_holds_replicas_and_what_wires_left_out(tmp_path: Path) -> 
 def test_replicas_that_were_not_saved_are_missed(tmp_path: Path) -> None:
     ended = forked.run(2, LOOSE, "saved", str(tmp_path), "replicas not saved")
     assert ended.returncode != 0 and "another replica after dt.load" in ended.stderr
+    ended = forked.run(2, LOOSE, "saved", str(tmp_path), "under way not saved")
+    assert ended.returncode != 0 and "delay=2: goes on in another way after dt.load" in ended.stderr
 
 
 @pytest.mark.timeout(120)

@@ -32,8 +32,9 @@ def test_the_outer_optimizer_goes_on_in_another_world(tmp_path: Path) -> None:
     assert forked.run(3, POOL, "leave", str(tmp_path)).returncode == 0
     ended = forked.run(2, POOL, "enter", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
-    ended = forked.run(2, POOL, "enter", str(tmp_path), "begin anew")
-    assert ended.returncode != 0 and "from the algorithm written out" in ended.stderr, ended.stderr
+    for what in ("begin anew", "never ends"):
+        ended = forked.run(2, POOL, "enter", str(tmp_path), what)
+        assert ended.returncode != 0 and "from the algorithm written out" in ended.stderr, ended.stderr
 
 
 @pytest.mark.timeout(120)

@@ -289,8 +289,8 @@ def divided(wire: str, *, whole: bool = False, delay: int = 0) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def in_rounds(wire: str, by_hand: ByHand | None = None, *, outer: bool = False) -> list[Tensor]:
-    """local(every=2), or diloco(every=2), with a wire: changes since the last round travel."""
+def in_rounds(wire: str, by_hand: ByHand | None = None, *, outer: bool = False, delay: int = 0) -> list[Tensor]:
+    """local(every=2), or diloco(every=2), with a wire: changes since the last round travel, for `delay` steps."""
     world = dt.world()
     replicas = [net() for _ in range(world)]
     optimizers = [adam(replica) for replica in replicas]
@@ -299,34 +299,35 @@ def in_rounds(wire: str, by_hand: ByHand | None = None, *, outer: bool = False) 
     anchor = [p.detach().clone() for p in net().parameters()][::-1]
     speed = [torch.zeros_like(a) for a in anchor]
     like = Coded(here().comm, None)  # type: ignore[arg-type]
+    stood: list[list[Tensor]] = []
     for step in range(STEPS):
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             loss_of(replica, rows_of(step, rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        if step % 2 == 0:
-            continue
-        moved = [
-            [(p.detach() - a) / world for p, a in zip(list(r.parameters())[::-1], anchor, strict=True)]
-            for r in replicas
-        ]
-        for number, slab in enumerate(travelling(anchor, like, world)):
-            flats = [laid_out(slab.numel, slab.slots, one) for one in moved]
-            total = sum(flats)
-            if any(slot.numel >= 1024 for slot in slab.slots):
-                for k, bucket in enumerate(slab.buckets):
-                    found = by_hand(f"round/0/{number}.{k}", step // 2 + 1, flats, bucket.bounds)
-                    span = slice(bucket.bounds[0], bucket.bounds[-1])
-                    total[span] = found[span]  # type: ignore[index]
-            for slot in slab.slots:
-                change = slot.view(total)  # type: ignore[arg-type]
+        if step % 2:
+            total_of: dict[int, Tensor] = {}
+            stood = [[p.detach().clone() for p in list(r.parameters())[::-1]] for r in replicas]
+            moved = [[(p - a) / world for p, a in zip(one, anchor, strict=True)] for one in stood]
+            for number, slab in enumerate(travelling(anchor, like, world)):
+                flats = [laid_out(slab.numel, slab.slots, one) for one in moved]
+                total = sum(flats)
+                if any(slot.numel >= 1024 for slot in slab.slots):
+                    for k, bucket in enumerate(slab.buckets):
+                        found = by_hand(f"round/0/{number}.{k}", step // 2 + 1, flats, bucket.bounds)
+                        span = slice(bucket.bounds[0], bucket.bounds[-1])
+                        total[span] = found[span]  # type: ignore[index]
+                total_of |= {slot.index: slot.view(total) for slot in slab.slots}  # type: ignore[arg-type]
+        if stood and step % 2 == (1 + delay) % 2:
+            for index, change in total_of.items():
                 if outer:
-                    speed[slot.index] = 0.9 * speed[slot.index] - change
-                    change = 0.7 * (change - 0.9 * speed[slot.index])
-                anchor[slot.index] += change
-        for replica in replicas:
-            for param, value in zip(list(replica.parameters())[::-1], anchor, strict=True):
-                param.data.copy_(value)
+                    speed[index] = 0.9 * speed[index] - change
+                    change = 0.7 * (change - 0.9 * speed[index])
+                anchor[index] += change
+            for replica, one in zip(replicas, stood, strict=True):
+                for param, was, value in zip(list(replica.parameters())[::-1], one, anchor, strict=True):
+                    param.data.copy_(value + (param.data - was))
+            stood = []
     return [param.detach() for param in copy.copy(replicas[dt.rank()]).parameters()]
 
 
@@ -354,6 +355,9 @@ def main() -> None:
             plan = f"{sync}(every=2),wire={wire}"
             compare(plan, in_rounds(wire, outer=sync == "diloco"), distributed(plan))
             release()
+        plan = f"local(every=2),delay=1,wire={wire}"
+        compare(plan, in_rounds(wire, delay=1), distributed(plan))
+        release()
     dt.print("wires as written out")
 
 

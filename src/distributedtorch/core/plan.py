@@ -163,6 +163,11 @@ class Plan:
         return int(self._number("accumulate") or 1)
 
     @property
+    def delay(self) -> int:
+        """Steps that what is exchanged has to travel before it is applied."""
+        return int(self._number("delay") or 0)
+
+    @property
     def batch(self) -> int | None:
         """Rows per loader batch over all ranks."""
         return cast(int | None, self._number("batch"))
@@ -241,6 +246,7 @@ class Plan:
             *_clash_faults(self),
             *_unbuilt_faults(self.words),
             *_idle_faults(self),
+            *_delay_faults(self),
             *_server_faults(self),
             *_across_faults(self),
             *_world_faults(self, world, local_world),
@@ -419,6 +425,18 @@ def _idle_faults(plan: Plan) -> Iterator[str]:
     if plan.get("block") and plan.sync != "zero3" and not plan.recompute:
         given = f"`{plan.get('block')}` under a plan that does nothing block by block"
         yield explain(given, BLOCKWISE, "add one of them, or leave it out")
+
+
+def _delay_faults(plan: Plan) -> Iterator[str]:
+    word = plan.get("delay")
+    if word is None or not legal(word) or plan.delay == 1:
+        return
+    if plan.lockstep:
+        needed = "`delay=1`: a gradient is applied at the next step; rounds of local and diloco may travel for longer"
+        yield explain(f"`{word}` with `{plan.sync}`", needed, "write delay=1")
+    elif (every := plan.options(plan.sync).get("every")) is not None and plan.delay > int(every):
+        given = f"`{word}` with `{plan.get(plan.sync)}`"
+        yield explain(given, "a round that has ended when the next one begins", f"write delay={every} or less")
 
 
 def _server_faults(plan: Plan) -> Iterator[str]:

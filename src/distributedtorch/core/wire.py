@@ -80,6 +80,38 @@ def is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
+class SlabSum:
+    """The sum over ranks of one slab of what `fill` writes for each of its parameters, under way."""
+
+    def __init__(self, comm: Comm, wire: Wire, name: str, slab: Slab, fill: Callable[[int, Tensor], object]) -> None:
+        self.comm, self.slab = comm, slab
+        self.flat = comm.pool.borrow(slab.numel, slab.dtype, slab.device, shared=True)
+        self.flat[sum(slot.numel for slot in slab.slots) :].zero_()
+        for slot in slab.slots:
+            fill(slot.index, slot.view(self.flat))
+        slots = {slot.index: slot for slot in slab.slots}
+        self.pending = [
+            wire.all_reduce(f"{name}.{k}", self.flat, bucket.bounds, [slots[index] for index in bucket.slots])
+            for k, bucket in enumerate(slab.buckets)
+        ]
+
+    def arrived(self) -> bool:
+        """Whether `wait` would hardly hold anyone; asking brings sums made in two steps on."""
+        return all([one.arrived() for one in self.pending])
+
+    def wait(self) -> Tensor:
+        """The sum, in memory that is lent."""
+        for one in self.pending:
+            one.advance()
+        for one in self.pending:
+            one.wait()
+        return self.flat
+
+    def give_back(self) -> None:
+        """The memory is not looked at any more."""
+        self.comm.pool.give_back([self.flat])
+
+
 def sums(
     comm: Comm, wire: Wire, name: str, slabs: Sequence[Slab], fill: Callable[[int, Tensor], object]
 ) -> Iterator[tuple[Slab, Tensor]]:
@@ -87,31 +119,14 @@ def sums(
 
     The next slab begins to travel before the last has arrived.
     """
-
-    def begin(number: int, slab: Slab) -> tuple[Slab, Tensor, list[Pending]]:
-        flat = comm.pool.borrow(slab.numel, slab.dtype, slab.device, shared=True)
-        flat[sum(slot.numel for slot in slab.slots) :].zero_()
-        for slot in slab.slots:
-            fill(slot.index, slot.view(flat))
-        slots = {slot.index: slot for slot in slab.slots}
-        pending = [
-            wire.all_reduce(f"{name}/{number}.{k}", flat, bucket.bounds, [slots[index] for index in bucket.slots])
-            for k, bucket in enumerate(slab.buckets)
-        ]
-        return slab, flat, pending
-
-    travelling_: deque[tuple[Slab, Tensor, list[Pending]]] = deque()
+    under_way: deque[SlabSum] = deque()
     for number, next_ in enumerate([*slabs, None]):
         if next_ is not None:
-            travelling_.append(begin(number, next_))
-        while len(travelling_) > (_AHEAD if next_ is not None else 0):
-            slab, flat, pending = travelling_.popleft()
-            for one in pending:
-                one.advance()
-            for one in pending:
-                one.wait()
-            yield slab, flat
-            comm.pool.give_back([flat])
+            under_way.append(SlabSum(comm, wire, f"{name}/{number}", next_, fill))
+        while len(under_way) > (_AHEAD if next_ is not None else 0):
+            first = under_way.popleft()
+            yield first.slab, first.wait()
+            first.give_back()
 
 
 class Code(ABC):

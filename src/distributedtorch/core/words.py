@@ -445,8 +445,8 @@ _ROWS = (
     _row(
         "number",
         "delay=1",
-        "apply each gradient one step later, so that it has a whole step to travel",
-        takes=Range(most=1),
+        "apply what is exchanged so many steps later, so that it has them to travel; one step with ddp and zero",
+        takes=COUNT,
     ),
     _row("number", "micro=8", "rows per micro-batch", PLAIN, takes=COUNT),
     _row("number", "batch=256", "rows per loader batch over all ranks", takes=COUNT, numerics=True),

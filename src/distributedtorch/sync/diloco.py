@@ -23,12 +23,14 @@ from distributedtorch.core.sync import Trained, bytes_of
 from distributedtorch.core.wire import Wire
 from distributedtorch.sync.loose import Meet
 from distributedtorch.sync.rounds import Rounds
+from distributedtorch.sync.underway import UNDER_WAY
 
 
 class Diloco(Rounds):
     """Replicas whose mean movement an outer optimizer follows; the anchor has the outer parameters."""
 
-    common = ("counts", "anchor/", "velocity/")
+    common = ("counts", "anchor/", "velocity/", f"{UNDER_WAY}moved/")
+    comes_and_goes = ("wire/", UNDER_WAY)
 
     def __init__(
         self,
@@ -41,8 +43,9 @@ class Diloco(Rounds):
         lr: float = 0.7,
         momentum: float = 0.9,
         drift: float | None = None,
+        delay: int = 0,
     ) -> None:
-        super().__init__(trained, comm, wire, meet, period=every, drift=drift, anchored=True)
+        super().__init__(trained, comm, wire, meet, period=every, drift=drift, anchored=True, delay=delay)
         self.lr, self.momentum = lr, momentum
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchor]
 
@@ -64,10 +67,20 @@ class Diloco(Rounds):
         self._take_outer(state)
 
     def take_common_state(self, state: Mapping[str, Tensor]) -> None:
+        self._let_go()
         self.refilled = False
         self.taken, self.rounds, self.period = state["counts"].tolist()
         self.wire.take_state({})
         self._take_outer(state)
+        for index, param in enumerate(self.params):
+            if (moved := state.get(f"{UNDER_WAY}moved/{index}")) is not None:
+                self._end_in_another_world(index, param.detach(), moved.to(param.device))
+
+    def _end_in_another_world(self, index: int, param: Tensor, moved: Tensor) -> None:
+        """A round was under way: parameters, the mean of what replicas had, have its movement but not the outer one."""
+        mean = self.anchor[index] + moved
+        self.follow(index, moved)
+        param.add_(self.anchor[index] - mean)
 
     def _take_outer(self, state: Mapping[str, Tensor]) -> None:
         for index, (anchor, velocity) in enumerate(zip(self.anchor, self.velocity, strict=True)):

@@ -22,12 +22,13 @@ from distributedtorch.core.sync import Trained, bytes_of
 from distributedtorch.core.wire import Wire
 from distributedtorch.sync.loose import Meet
 from distributedtorch.sync.rounds import LONGEST, Rounds
+from distributedtorch.sync.underway import UNDER_WAY
 
 
 class Local(Rounds):
     """Replicas that average their parameters in rounds."""
 
-    comes_and_goes = ("wire/", "anchor/")
+    comes_and_goes = ("wire/", "anchor/", UNDER_WAY)
 
     def __init__(
         self,
@@ -39,8 +40,9 @@ class Local(Rounds):
         every: int,
         seconds: float | None = None,
         drift: float | None = None,
+        delay: int = 0,
     ) -> None:
-        super().__init__(trained, comm, wire, meet, period=every, drift=drift, anchored=wire.lossy)
+        super().__init__(trained, comm, wire, meet, period=every, drift=drift, anchored=wire.lossy, delay=delay)
         self.seconds = seconds
         self.steps = 0
         """Steps in all."""

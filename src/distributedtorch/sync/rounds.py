@@ -2,21 +2,23 @@
 
 Where replicas keep what they last agreed on (the anchor), only what they moved since then travels. `drift=d`: the
 period is doubled or halved so that replicas are between d/2 and d apart in a round, relative to the size of the
-parameters.
+parameters. `delay`: a round travels beside the next steps (`sync/underway.py`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.sync import Trained, require_like
-from distributedtorch.core.wire import Wire
-from distributedtorch.sync.loose import Loose, Meet, wide
+from distributedtorch.core.wire import SlabSum, Wire
+from distributedtorch.sync.loose import Loose, Meet, power, wide
+from distributedtorch.sync.underway import UNDER_WAY, UnderWay
 from distributedtorch.wire.plain import Plain
 
 LONGEST = 1 << 20
@@ -36,11 +38,22 @@ class Rounds(Loose):
         period: int,
         drift: float | None,
         anchored: bool,
+        delay: int = 0,
     ) -> None:
         super().__init__(trained, comm, wire, period)
-        self.meet, self.most_drift = meet, drift
-        self.anchor = [wide(param.detach()).clone() for param in self.params] if anchored else []
+        self.meet, self.most_drift, self.delay = meet, drift, delay
+        self.anchor = [wide(param.detach()).clone() for param in self.params] if anchored or delay else []
         """What replicas last agreed on, where only changes of it travel."""
+        self.under_way: UnderWay | None = None
+        """A round that was begun and has not ended."""
+
+    @property
+    def differ(self) -> bool:
+        return super().differ or self.under_way is not None
+
+    @property
+    def backlog(self) -> int | None:
+        return int(self.under_way is not None) if self.delay else None
 
     @abstractmethod
     def follow(self, index: int, moved: Tensor) -> None:
@@ -50,28 +63,85 @@ class Rounds(Loose):
         """Seconds that a step takes here, where that matters."""
         return 0.0
 
+    def update(self, step: Callable[[], Any]) -> Any:
+        result = step()
+        self.taken += 1
+        if self.under_way is not None:
+            if self.taken >= min(self.delay, self.period):
+                self._end_round(self.under_way)
+            else:
+                self.under_way.bring_on()
+        if self.taken >= self.period:
+            self._round()
+        return result
+
+    def settle(self) -> None:
+        for _ in range(2):  # what is under way, and then what replicas have moved since it was begun
+            if self.under_way is not None:
+                self._end_round(self.under_way)
+            if self.taken:
+                self._round()
+
     def agree(self) -> None:
         numbers = self.meet(self.name, [self.pace(), float(self.refilled)])
         if any(row[1] for row in numbers):
             return self.begin_anew()
+        pace = max(row[0] for row in numbers)
+        if self.delay:
+            slabs = enumerate(self.slabs)
+            sums = [SlabSum(self.comm, self.wire, f"{self.name}/{k}", slab, self._give) for k, slab in slabs]
+            self.under_way = UnderWay([param.detach().clone() for param in self.params], pace, sums)
+            return None
         apart, size = self._move() if self.anchor else self.average(self.wire)
         rows = self.meet(f"{self.name}/drift", [apart, size])
+        return self._measure(rows, pace)
+
+    def _measure(self, rows: list[list[float]], seconds_per_step: float) -> None:
+        """Know how far replicas were apart, and when they meet next."""
         self.drift = (sum(row[0] for row in rows) / len(rows) / max(rows[0][1], 1e-300)) ** 0.5
-        return self.set_period(max(row[0] for row in numbers))
+        self.set_period(seconds_per_step)
+
+    def _give(self, index: int, out: Tensor) -> None:
+        """What this replica has moved, from where it began, as its part of the mean."""
+        param = self.params[index].detach()
+        torch.sub(wide(param), self._began(index), out=out).div_(self.comm.world)
+
+    def _began(self, index: int) -> Tensor:
+        """Where replicas began, after they last agreed: rounded, where parameters are."""
+        anchor = self.anchor[index]
+        return wide(anchor.to(self.params[index].dtype))
 
     def _move(self) -> tuple[float, float]:
         """As `average`, by changes since the last round."""
-
-        def give(index: int, out: Tensor) -> None:
-            param, anchor = self.params[index].detach(), self.anchor[index]
-            torch.sub(wide(param), wide(anchor.to(param.dtype)), out=out).div_(self.comm.world)  # from where they began
 
         def follow(index: int, moved: Tensor) -> tuple[Tensor, Tensor]:
             mean = self.anchor[index] + moved
             self.follow(index, moved)
             return mean, self.anchor[index]
 
-        return self.meet_in(self.wire, give, follow)
+        return self.meet_in(self.wire, self._give, follow)
+
+    @torch.no_grad()
+    def _end_round(self, ended: UnderWay) -> None:
+        """Go to where replicas have come together, with what this one has moved since the round was begun."""
+        moved, apart, size = ended.moved(), 0.0, 0.0
+        for index, (mean, stood) in enumerate(zip(moved, ended.stood, strict=True)):
+            apart += power(wide(stood) - self._began(index) - mean)
+            size += power(self.anchor[index] + mean)
+        rows = self.meet(f"{self.name}/drift", [apart, size, float(self.refilled)])
+        self.under_way = None
+        if any(row[2] for row in rows):
+            ended.end()
+            self.begin_anew()
+        else:
+            for index, (param, stood) in enumerate(zip(self.params, ended.stood, strict=True)):
+                since = wide(param.detach()) - wide(stood)
+                self.follow(index, moved[index])
+                param.detach().copy_(self._began(index) + since)
+            self.average_buffers()
+            ended.end()
+            self._measure(rows, ended.seconds_per_step)
+        torch.autograd.graph.increment_version(self.params)
 
     def set_period(self, seconds_per_step: float) -> None:
         """Steps until the next round: the same on all ranks, which have the same numbers."""
@@ -95,13 +165,28 @@ class Rounds(Loose):
             anchor.copy_(param.detach())
 
     def own_state(self) -> dict[str, Tensor]:
-        return {**super().own_state(), **{f"anchor/{index}": value for index, value in enumerate(self.anchor)}}
+        under_way = self.under_way.state() if self.under_way is not None else {}  # first: a wire is done with it then
+        anchors = {f"anchor/{index}": value for index, value in enumerate(self.anchor)}
+        return {**super().own_state(), **anchors, **under_way}
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
-        super().take_own_state(state)
+        self._let_go()
+        super().take_own_state({name: value for name, value in state.items() if not name.startswith(UNDER_WAY)})
         for index, anchor in enumerate(self.anchor):
             name = f"anchor/{index}"
             if name in state:
                 anchor.copy_(require_like(name, state[name], anchor))
             else:  # saved where nothing was left out of sums: the next round is a plain one
                 self.refilled = True
+        self.under_way = UnderWay.of(state, self.anchor, [param.detach() for param in self.params])
+
+    def _let_go(self) -> None:
+        """Forget a round under way: it cannot be called back."""
+        if self.under_way is not None:
+            self.under_way.end()
+            self.under_way = None
+
+    def bytes_held(self) -> dict[str, int]:
+        held = super().bytes_held()
+        travels = self.under_way.bytes_held() if self.under_way is not None else 0
+        return {**held, "under way": travels} if self.delay else held

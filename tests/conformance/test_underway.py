@@ -1,0 +1,32 @@
+"""Rounds that travel beside the next steps: equal to the algorithm written out plainly, at 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import forked
+
+POOL = "tests.conformance.underway_pool"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("world", "shared"), [(2, "1"), (3, "0"), (4, "1")])
+def test_rounds_under_way(world: int, shared: str) -> None:
+    ended = forked.run(world, POOL, environ={"DISTRIBUTEDTORCH_SHARED": shared})
+    assert ended.returncode == 0, ended.stderr
+    assert "rounds under way as written out" in ended.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("at once", "from the algorithm written out"),
+        ("all of it", "from the algorithm written out"),
+        ("nobody asked", "a load is no movement"),
+        ("waits", "round/0"),
+    ],
+)
+def test_wrong_ones_are_seen(what: str, said: str) -> None:
+    ended = forked.run(2, POOL, what, environ={"DISTRIBUTEDTORCH_SHARED": "0"})
+    assert ended.returncode != 0 and said in ended.stderr, ended.stderr
