@@ -17,9 +17,9 @@ AdamW, float32. The data are a made-up language (benchmarks/language.py), the sa
    a whole.
 
 What is searched for every peer: the learning rates as for ours; for torch DDP its buckets (5, 25 and 100 MB) and hooks
-(fp16, bf16, PowerSGD of rank 1, 2 and 4); for torchft's DiLoCo the period (20 and 100 steps), the outer learning rate
-and momentum (0.4 or 0.7 with 0.9, 1.0 with 0.5, as for ours), and an exchange beside 5 steps of training. Each is a
-row; what is refused or fails stays one, with the reason. Needs root, `ip` and `tc`. Stored in
+(fp16, bf16, PowerSGD of rank 1, 2, 4 and 16); for torchft's DiLoCo the period (8, 16, 20 and 100 steps), the outer
+learning rate and momentum (0.4 or 0.7 with 0.9, 1.0 with 0.5 or 0.3), and an exchange beside 5 steps of training. Each
+is a row; what is refused or fails stays one, with the reason. Needs root, `ip` and `tc`. Stored in
 benchmarks/results/slow_link.json after each part, with machine, versions and commit; `--quick` (a tiny model, 3 rounds:
 does everything run?) writes to .peers/ instead.
 """
@@ -47,10 +47,12 @@ PLANS = (
     "ddp,wire=int4",
     "ddp,wire=int2",
     "ddp,wire=powersgd(rank=16)",
+    "local(every=2),delay=1,wire=int8",
     "local(every=4),wire=int8",
     "local(every=4),wire=int4",
     "local(every=8),wire=int8",
     "local(every=8),wire=int4",
+    "local(every=8),delay=2,wire=int4",
     "local(every=8),wire=int2",
     "local(every=16),wire=int8",
     "local(every=16),wire=int4",
@@ -72,6 +74,7 @@ PEERS = {
     "torch DDP, PowerSGD 1": Variant(file="torch_own", word="ddp, powersgd 1"),
     "torch DDP, PowerSGD 2": Variant(file="torch_own", word="ddp, powersgd 2"),
     "torch DDP, PowerSGD 4": Variant(file="torch_own", word="ddp, powersgd 4"),
+    "torch DDP, PowerSGD 16": Variant(file="torch_own", word="ddp, powersgd 16"),
     **{
         f"torchft {every}, {outer}, {momentum}{', beside' if delay else ''}": Variant(
             file="torchft", word=f"every={every} outer={outer} momentum={momentum} delay={delay}", home="torchft"

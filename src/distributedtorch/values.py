@@ -130,8 +130,8 @@ class Stats:
     drift: float | None = None
     """How far replicas that step alone were apart in the last round, relative to the size of the parameters."""
     backlog: int | None = None
-    """Gradients that are not applied yet: pushes that wait at the parameter server beside this rank, or, under `delay`,
-    the one of each optimizer that is on its way."""
+    """What is not applied yet: pushes that wait at the parameter server beside this rank, or, under `delay`, the
+    gradient or the round of each optimizer that is on its way."""
     shares: tuple[float, ...]
     """Under `balance`, the part of a batch that each rank takes by the latest measurement; empty without."""
 

@@ -6,6 +6,7 @@ Each rank holds: parameters Psi, gradients Psi, optimizer state K Psi; with a lo
 Travels per round and rank: 2 Psi (N-1)/N, so that much divided by `every` per step.
 `seconds=T`: rounds come about every T seconds; `drift=d`: the period is doubled or halved so that replicas are between
 d/2 and d apart in a round, relative to the size of the parameters; `every` is then the first period.
+`delay=s`, a word of its own in the plan: a round travels beside the next s steps (`sync/underway.py`).
 Use it when the link is too slow for ddp. The result depends on the number of ranks; for plain SGD `every=1` is ddp.
 """
 

@@ -24,6 +24,7 @@ from distributedtorch.core.wire import Wire, sums, travelling
 from distributedtorch.sync.alone import Alone
 
 Meet = Callable[[str, Sequence[float]], list[list[float]]]
+_PIECE = 1 << 17
 
 
 class Loose(Alone):
@@ -105,8 +106,9 @@ class Loose(Alone):
             for slot in slab.slots:
                 param = self.params[slot.index].detach()
                 mean, new = take(slot.index, slot.view(flat))
-                apart += power(param - mean)
-                size += power(mean)
+                for mine, middle in pieces(param, mean):
+                    apart += power(mine - middle)
+                    size += power(middle)
                 param.copy_(new)
         self.average_buffers()
         return apart, size
@@ -194,6 +196,17 @@ def watch_loads(models: Sequence[nn.Module], act: Callable[[], None]) -> list[Re
         return lambda module, _: act() if module is here else None
 
     return [part.register_load_state_dict_post_hook(told(part)) for model in models for part in model.modules()]
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, on the processor a part of each after the other, so that what is made of them stays in its
+    cache.
+    """
+    first = tensors[0]
+    if first.device.type != "cpu" or first.numel() <= _PIECE:
+        return iter([tensors])
+    rows = max(1, _PIECE * len(first) // first.numel())
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 def power(tensor: Tensor) -> float:

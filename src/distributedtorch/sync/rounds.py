@@ -17,7 +17,7 @@ from torch import Tensor
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.sync import Trained, require_like
 from distributedtorch.core.wire import SlabSum, Wire
-from distributedtorch.sync.loose import Loose, Meet, power, wide
+from distributedtorch.sync.loose import Loose, Meet, pieces, power, wide
 from distributedtorch.sync.underway import UNDER_WAY, UnderWay
 from distributedtorch.wire.plain import Plain
 
@@ -104,12 +104,7 @@ class Rounds(Loose):
     def _give(self, index: int, out: Tensor) -> None:
         """What this replica has moved, from where it began, as its part of the mean."""
         param = self.params[index].detach()
-        torch.sub(wide(param), self._began(index), out=out).div_(self.comm.world)
-
-    def _began(self, index: int) -> Tensor:
-        """Where replicas began, after they last agreed: rounded, where parameters are."""
-        anchor = self.anchor[index]
-        return wide(anchor.to(self.params[index].dtype))
+        torch.sub(wide(param), _began(self.anchor[index], param), out=out).div_(self.comm.world)
 
     def _move(self) -> tuple[float, float]:
         """As `average`, by changes since the last round."""
@@ -125,19 +120,21 @@ class Rounds(Loose):
     def _end_round(self, ended: UnderWay) -> None:
         """Go to where replicas have come together, with what this one has moved since the round was begun."""
         moved, apart, size = ended.moved(), 0.0, 0.0
-        for index, (mean, stood) in enumerate(zip(moved, ended.stood, strict=True)):
-            apart += power(wide(stood) - self._began(index) - mean)
-            size += power(self.anchor[index] + mean)
+        for whole in zip(ended.stood, self.anchor, moved, strict=True):
+            for stood, anchor, mean in pieces(*whole):
+                off = (wide(stood) - _began(anchor, stood)).sub_(mean)
+                apart += power(off)
+                size += power(torch.add(anchor, mean, out=off))
         rows = self.meet(f"{self.name}/drift", [apart, size, float(self.refilled)])
         self.under_way = None
         if any(row[2] for row in rows):
             ended.end()
             self.begin_anew()
         else:
-            for index, (param, stood) in enumerate(zip(self.params, ended.stood, strict=True)):
-                since = wide(param.detach()) - wide(stood)
+            for index, param in enumerate(self.params):
                 self.follow(index, moved[index])
-                param.detach().copy_(self._began(index) + since)
+                for now, stood, anchor in pieces(param.detach(), ended.stood[index], self.anchor[index]):
+                    now.copy_((wide(now) - wide(stood)).add_(_began(anchor, now)))
             self.average_buffers()
             ended.end()
             self._measure(rows, ended.seconds_per_step)
@@ -190,3 +187,8 @@ class Rounds(Loose):
         held = super().bytes_held()
         travels = self.under_way.bytes_held() if self.under_way is not None else 0
         return {**held, "under way": travels} if self.delay else held
+
+
+def _began(anchor: Tensor, param: Tensor) -> Tensor:
+    """Where a replica began, after they last agreed: rounded, where parameters are."""
+    return wide(anchor.to(param.dtype))
