@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -41,6 +42,7 @@ from distributedtorch.sync.post import PostLocal
 from distributedtorch.sync.server import Server
 from distributedtorch.sync.sparse import tables
 from distributedtorch.sync.updates import Updates
+from distributedtorch.sync.used import UsedRows
 from distributedtorch.sync.watched import watch
 from distributedtorch.sync.zero import Zero
 from distributedtorch.wire.cast import Bf16, Fp16
@@ -140,7 +142,9 @@ def keep_once(params: list[nn.Parameter], names: list[str], world: World) -> Non
 
 def _rounds(kind: Callable[..., Loose]) -> Build:
     def build(trained: Trained, plan: Plan, world: World) -> Sync:
-        options = {**plan.options(plan.sync), "delay": plan.delay}
+        options: dict[str, Any] = {**plan.options(plan.sync), "delay": plan.delay}
+        if options.pop("rows", "all") == "used":
+            options["used"] = UsedRows(world.comm, f"round/{trained.name}", trained.params, trained.models)
         made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **options)
         world.undo.append(made.close)
         return made

@@ -388,6 +388,7 @@ COUNT = Range()
 POSITIVE = Range(whole=False, least=0)
 RATIO = Range(whole=False, least=0, most=1)
 EVERY = {"every": COUNT}
+ROWS = OneOf(names=("all", "used"))
 PLAIN = Traits()
 SPARSE: dict[str, Any] = {"args": {"ratio": RATIO}, "positional": True}
 
@@ -401,14 +402,14 @@ _ROWS = (
         "local(every=32)",
         "replicas step alone and average parameters every so many steps",
         args=EVERY,
-        options={"after": Range(least=0), "seconds": POSITIVE, "drift": POSITIVE},
+        options={"after": Range(least=0), "seconds": POSITIVE, "drift": POSITIVE, "rows": ROWS},
     ),
     _row(
         "sync",
         "diloco(every=100)",
         "local, with an outer optimizer over what moved (DiLoCo)",
         args=EVERY,
-        options={"lr": POSITIVE, "momentum": RATIO, "drift": POSITIVE},
+        options={"lr": POSITIVE, "momentum": RATIO, "drift": POSITIVE, "rows": ROWS},
     ),
     _row(
         "sync",

@@ -7,6 +7,7 @@ Travels per round and rank: 2 Psi (N-1)/N, so that much divided by `every` per s
 `drift=d`: the period is doubled or halved so that replicas are between d/2 and d apart in a round, relative to the size
 of the parameters; `every` is then the first period.
 `delay=s`, a word of its own in the plan: a round travels beside the next s steps (`sync/underway.py`).
+`rows=used`: rows of embeddings are averaged over the replicas that used them (`sync/used.py`).
 Use it when the link is slow and steps are many: rounds may be hundreds of steps apart. lr=0.7 and momentum=0.9, unless
 said otherwise, are the paper's. Do not use it for short runs: the first rounds hardly move.
 The outer optimizer is the same on all ranks: a checkpoint goes on with it in another world too.
@@ -15,6 +16,7 @@ The outer optimizer is the same on all ranks: a checkpoint goes on with it in an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +27,14 @@ from distributedtorch.core.wire import Wire
 from distributedtorch.sync.loose import Meet
 from distributedtorch.sync.rounds import Rounds
 from distributedtorch.sync.underway import UNDER_WAY
+from distributedtorch.sync.used import USED, UsedRows
 
 
 class Diloco(Rounds):
     """Replicas whose mean movement an outer optimizer follows; the anchor has the outer parameters."""
 
     common = ("counts", "anchor/", "velocity/", f"{UNDER_WAY}moved/")
-    comes_and_goes = ("wire/", UNDER_WAY)
+    comes_and_goes = ("wire/", UNDER_WAY, USED)
 
     def __init__(
         self,
@@ -45,8 +48,10 @@ class Diloco(Rounds):
         momentum: float = 0.9,
         drift: float | None = None,
         delay: int = 0,
+        used: UsedRows | None = None,
     ) -> None:
-        super().__init__(trained, comm, wire, meet, period=every, drift=drift, anchored=True, delay=delay)
+        options: dict[str, Any] = {"period": every, "drift": drift, "delay": delay, "used": used}
+        super().__init__(trained, comm, wire, meet, anchored=True, **options)
         self.lr, self.momentum = lr, momentum
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchor]
 
@@ -72,6 +77,8 @@ class Diloco(Rounds):
         self.refilled = False
         self.taken, self.rounds, self.period = state["counts"].tolist()
         self.wire.take_state({})
+        if self.used is not None:
+            self.used.forget()
         self._take_outer(state)
         for index, param in enumerate(self.params):
             if (moved := state.get(f"{UNDER_WAY}moved/{index}")) is not None:

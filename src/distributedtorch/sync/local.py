@@ -7,6 +7,7 @@ Travels per round and rank: 2 Psi (N-1)/N, so that much divided by `every` per s
 `seconds=T`: rounds come about every T seconds; `drift=d`: the period is doubled or halved so that replicas are between
 d/2 and d apart in a round, relative to the size of the parameters; `every` is then the first period.
 `delay=s`, a word of its own in the plan: a round travels beside the next s steps (`sync/underway.py`).
+`rows=used`: rows of embeddings are averaged over the replicas that used them (`sync/used.py`).
 Use it when the link is too slow for ddp. The result depends on the number of ranks; for plain SGD `every=1` is ddp.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +26,13 @@ from distributedtorch.core.wire import Wire
 from distributedtorch.sync.loose import Meet
 from distributedtorch.sync.rounds import LONGEST, Rounds
 from distributedtorch.sync.underway import UNDER_WAY
+from distributedtorch.sync.used import USED, UsedRows
 
 
 class Local(Rounds):
     """Replicas that average their parameters in rounds."""
 
-    comes_and_goes = ("wire/", "anchor/", UNDER_WAY)
+    comes_and_goes = ("wire/", "anchor/", UNDER_WAY, USED)
 
     def __init__(
         self,
@@ -42,8 +45,10 @@ class Local(Rounds):
         seconds: float | None = None,
         drift: float | None = None,
         delay: int = 0,
+        used: UsedRows | None = None,
     ) -> None:
-        super().__init__(trained, comm, wire, meet, period=every, drift=drift, anchored=wire.lossy, delay=delay)
+        options: dict[str, Any] = {"period": every, "drift": drift, "delay": delay, "used": used}
+        super().__init__(trained, comm, wire, meet, anchored=wire.lossy, **options)
         self.seconds = seconds
         self.steps = 0
         """Steps in all."""

@@ -2,7 +2,8 @@
 
 Where replicas keep what they last agreed on (the anchor), only what they moved since then travels. `drift=d`: the
 period is doubled or halved so that replicas are between d/2 and d apart in a round, relative to the size of the
-parameters. `delay`: a round travels beside the next steps (`sync/underway.py`).
+parameters. `delay`: a round travels beside the next steps (`sync/underway.py`). `rows=used`: rows of tables are
+averaged over the replicas that used them (`sync/used.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from distributedtorch.core.sync import Trained, require_like
 from distributedtorch.core.wire import SlabSum, Wire
 from distributedtorch.sync.loose import Loose, Meet, pieces, power, wide
 from distributedtorch.sync.underway import UNDER_WAY, UnderWay
+from distributedtorch.sync.used import UsedRows
 from distributedtorch.wire.plain import Plain
 
 LONGEST = 1 << 20
@@ -39,10 +41,11 @@ class Rounds(Loose):
         drift: float | None,
         anchored: bool,
         delay: int = 0,
+        used: UsedRows | None = None,
     ) -> None:
         super().__init__(trained, comm, wire, period)
-        self.meet, self.most_drift, self.delay = meet, drift, delay
-        self.anchor = [wide(param.detach()).clone() for param in self.params] if anchored or delay else []
+        self.meet, self.most_drift, self.delay, self.used = meet, drift, delay, used
+        self.anchor = [wide(param.detach()).clone() for param in self.params] if anchored or delay or used else []
         """What replicas last agreed on, where only changes of it travel."""
         self.under_way: UnderWay | None = None
         """A round that was begun and has not ended."""
@@ -66,6 +69,8 @@ class Rounds(Loose):
     def update(self, step: Callable[[], Any]) -> Any:
         result = step()
         self.taken += 1
+        if self.used is not None:
+            self.used.note()
         if self.under_way is not None:
             if self.taken >= min(self.delay, self.period):
                 self._end_round(self.under_way)
@@ -87,12 +92,13 @@ class Rounds(Loose):
         if any(row[1] for row in numbers):
             return self.begin_anew()
         pace = max(row[0] for row in numbers)
+        weights = self.used.weights() if self.used is not None else {}
         if self.delay:
             slabs = enumerate(self.slabs)
             sums = [SlabSum(self.comm, self.wire, f"{self.name}/{k}", slab, self._give) for k, slab in slabs]
-            self.under_way = UnderWay([param.detach().clone() for param in self.params], pace, sums)
+            self.under_way = UnderWay([param.detach().clone() for param in self.params], pace, sums, weights)
             return None
-        apart, size = self._move() if self.anchor else self.average(self.wire)
+        apart, size = self._move(weights) if self.anchor else self.average(self.wire)
         rows = self.meet(f"{self.name}/drift", [apart, size])
         return self._measure(rows, pace)
 
@@ -106,10 +112,12 @@ class Rounds(Loose):
         param = self.params[index].detach()
         torch.sub(wide(param), _began(self.anchor[index], param), out=out).div_(self.comm.world)
 
-    def _move(self) -> tuple[float, float]:
+    def _move(self, weights: Mapping[int, Tensor]) -> tuple[float, float]:
         """As `average`, by changes since the last round."""
 
         def follow(index: int, moved: Tensor) -> tuple[Tensor, Tensor]:
+            if index in weights:
+                moved.mul_(weights[index])
             mean = self.anchor[index] + moved
             self.follow(index, moved)
             return mean, self.anchor[index]
@@ -158,13 +166,16 @@ class Rounds(Loose):
         """Replicas are the same now: what they move is counted from here, and nothing is left out."""
         self.wire.take_state({})
         self.refilled = False
+        if self.used is not None:
+            self.used.forget()
         for param, anchor in zip(self.params, self.anchor, strict=False):
             anchor.copy_(param.detach())
 
     def own_state(self) -> dict[str, Tensor]:
         under_way = self.under_way.state() if self.under_way is not None else {}  # first: a wire is done with it then
         anchors = {f"anchor/{index}": value for index, value in enumerate(self.anchor)}
-        return {**super().own_state(), **anchors, **under_way}
+        used = self.used.state() if self.used is not None else {}
+        return {**super().own_state(), **anchors, **used, **under_way}
 
     def take_own_state(self, state: Mapping[str, Tensor]) -> None:
         self._let_go()
@@ -175,6 +186,8 @@ class Rounds(Loose):
                 anchor.copy_(require_like(name, state[name], anchor))
             else:  # saved where nothing was left out of sums: the next round is a plain one
                 self.refilled = True
+        if self.used is not None:
+            self.used.take_state(state)
         self.under_way = UnderWay.of(state, self.anchor, [param.detach() for param in self.params])
 
     def _let_go(self) -> None:

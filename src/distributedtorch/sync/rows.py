@@ -35,6 +35,15 @@ def large_tables(models: Iterable[nn.Module]) -> set[int]:
     return {one for one in large if uses.count(one) == 1}
 
 
+def rows_used(grad: Tensor) -> Tensor:
+    """Which rows of a table have a gradient, as bytes."""
+    if grad.is_sparse:
+        return torch.zeros(len(grad), dtype=torch.uint8, device=grad.device).index_fill_(0, grad._indices()[0], 1)
+    rows = grad.flatten(1)
+    used = (rows.amax(dim=1) != 0) | (rows.amin(dim=1) != 0)  # NaN too; a norm takes ten times as long
+    return used.to(torch.uint8)
+
+
 class Rows(Alone):
     """Tables whose used rows are summed as a wire's codes."""
 
@@ -89,10 +98,9 @@ class _Table:
         param.grad = None
         self.key, self.draw = wire.begin(name)
         self.tags = [self.comm.pairs.tag(f"{name}/{part}") for part in ("codes", "sums")]
-        rows = self.grad.flatten(1)
-        used = (rows.amax(dim=1) != 0) | (rows.amin(dim=1) != 0)  # NaN too; a norm takes ten times as long
+        used = rows_used(self.grad)
         self.comm.count_sent("small", len(used) * (self.comm.world - 1))
-        self.used: Callable[[], Tensor] = self.comm.pairs.exchange(f"{name}/rows", used.to(torch.uint8))
+        self.used: Callable[[], Tensor] = self.comm.pairs.exchange(f"{name}/rows", used)
         posted = Posted()
         self.pending = Pending(self.comm, "all-reduce", name)
         self.pending.work = posted

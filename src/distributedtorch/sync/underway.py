@@ -14,6 +14,7 @@ Use it where the exchange is a large part of the steps from one to the next; rep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -28,8 +29,14 @@ UNDER_WAY = "underway/"
 class UnderWay:
     """One round under way: where this replica stood, by parameter, and the sums of what all have moved."""
 
-    def __init__(self, stood: Sequence[Tensor], seconds_per_step: float, sums: Sequence[SlabSum] = ()) -> None:
-        self.stood, self.sums = stood, sums
+    def __init__(
+        self,
+        stood: Sequence[Tensor],
+        seconds_per_step: float,
+        sums: Sequence[SlabSum] = (),
+        weights: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.stood, self.sums, self.weights = stood, sums, weights
         self.seconds_per_step = seconds_per_step
         """On the slowest rank, when it was begun."""
         self._moved: dict[int, Tensor] = {}
@@ -46,6 +53,8 @@ class UnderWay:
             for one in self.sums:
                 flat = one.wait()
                 self._moved |= {slot.index: slot.view(flat) for slot in one.slab.slots}
+            for index, weight in self.weights.items():
+                self._moved[index].mul_(weight)
         return [self._moved[index] for index in range(len(self.stood))]
 
     def end(self) -> None:

@@ -1,0 +1,34 @@
+"""Rows of tables averaged over the replicas that used them: equal to that written out plainly, at 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+
+POOL = "tests.conformance.cold_rows_pool"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("world", "shared"), [(2, "1"), (3, "0"), (4, "1")])
+def test_cold_rows(world: int, shared: str, tmp_path: Path) -> None:
+    ended = forked.run(world, POOL, str(tmp_path), environ={"DISTRIBUTEDTORCH_SHARED": shared})
+    assert ended.returncode == 0, ended.stderr
+    assert "cold rows as written out" in ended.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("over all", "from the algorithm written out"),
+        ("never reset", "from the algorithm written out"),
+        ("twice", "from the algorithm written out"),
+        ("not saved", "goes on in another way after dt.load"),
+    ],
+)
+def test_wrong_ones_are_seen(what: str, said: str, tmp_path: Path) -> None:
+    ended = forked.run(2, POOL, str(tmp_path), what, environ={"DISTRIBUTEDTORCH_SHARED": "0"})
+    assert ended.returncode != 0 and said in ended.stderr, ended.stderr
