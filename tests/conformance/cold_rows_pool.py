@@ -21,7 +21,8 @@ from distributedtorch.distribute import release
 from distributedtorch.sync.rounds import Rounds
 from distributedtorch.sync.underway import UnderWay
 from distributedtorch.sync.used import UsedRows
-from tests.conformance.loose_pool import adam, compare, sgd, spread
+from tests.conformance.loose_pool import adam, compare, every, sgd, spread
+from tests.conformance.loose_pool import check as check_rounds
 
 NUMBER, STEPS = 12, 14
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -192,6 +193,11 @@ def ended() -> None:
     release()
 
 
+def without_a_table() -> None:
+    """It is said, and changes nothing."""
+    check_rounds("local(every=3,rows=used)", every(3))
+
+
 def sabotage(what: str) -> None:
     if what == "over all":
         weights = UsedRows.weights
@@ -221,4 +227,5 @@ if __name__ == "__main__":
     as_written_out()
     saved(Path(sys.argv[1]))
     ended()
+    without_a_table()
     dt.print("cold rows as written out")
