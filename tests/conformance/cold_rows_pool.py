@@ -1,8 +1,8 @@
 """What each process of a pool runs: rows of tables averaged over the replicas that used them, and that written out.
 
-`-m tests.conformance.cold_rows_pool FOLDER [over all | never reset | not saved | twice]`: faults raise. `over all`:
-rows are averaged over all replicas. `never reset`: what was used once stays so. `not saved`: a checkpoint has nothing
-of it. `twice`: a round under way is divided again when it ends.
+`-m tests.conformance.cold_rows_pool FOLDER [WORDS]`: faults raise. `over all`: rows are averaged over all replicas.
+`never reset`: what was used once stays so. `not saved`: a checkpoint has nothing of it. `twice`: a round under way is
+divided again when it ends. `plain mean`: what other plans begin with.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import distributedtorch as dt
 from distributedtorch.core.world import here
 from distributedtorch.distribute import release
+from distributedtorch.sync.loose import Loose
 from distributedtorch.sync.rounds import Rounds
 from distributedtorch.sync.underway import UnderWay
 from distributedtorch.sync.used import UsedRows
@@ -176,6 +177,41 @@ def saved(folder: Path) -> None:
         release()
 
 
+def others_begin_where_all_would_meet(folder: Path) -> None:
+    """What another plan takes from a checkpoint is what `dt.sync` would leave."""
+    for number, plan in enumerate(("local(every=5,rows=used)", "local(every=3,rows=used),delay=2")):
+        there = str(folder / f"met {number}")
+        model, step = stepping(plan)
+        for k in range(4):
+            step(k)
+        dt.save(there)
+        dt.sync()
+        met = [p.detach().clone() for p in model.parameters()]
+        release()
+        model, _ = stepping("ddp")
+        dt.load(there)
+        compare(f"{plan}, then ddp", met, list(model.parameters()))
+        release()
+
+
+def a_load_is_no_movement() -> None:
+    """Values that one rank loads, in a checkpoint too: replicas take the plain mean then."""
+    model, step = stepping("local(every=5,rows=used)")
+    for k in range(3):
+        step(k)
+    if dt.rank() == 0:
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    sync = here().loop.members[0].sync
+    before = torch.cat([p.detach().view(-1) for p in model.parameters()])
+    mean = here().comm.exchange("before", before).mean(dim=0)
+    found = sync.consensus()
+    stands = torch.cat([found[id(p)].view(-1) for p in model.parameters()])
+    dt.sync()
+    after = torch.cat([p.detach().view(-1) for p in model.parameters()])
+    assert torch.allclose(after, mean, atol=1e-12) and torch.allclose(stands, mean, atol=1e-12)
+    release()
+
+
 def ended() -> None:
     """Letting go and a load leave equal replicas, and what was used before is no matter afterwards."""
     model, step = stepping("local(every=5,rows=used),delay=2")
@@ -206,6 +242,8 @@ def sabotage(what: str) -> None:
         UsedRows.forget = lambda self: None  # type: ignore[method-assign]
     elif what == "not saved":
         UsedRows.state = lambda self: {}  # type: ignore[method-assign]
+    elif what == "plain mean":
+        Rounds.consensus = Loose.consensus  # type: ignore[method-assign,assignment]
     elif what == "twice":
         moved = UnderWay.moved
 
@@ -226,6 +264,8 @@ if __name__ == "__main__":
         sabotage(word)
     as_written_out()
     saved(Path(sys.argv[1]))
+    others_begin_where_all_would_meet(Path(sys.argv[1]))
+    a_load_is_no_movement()
     ended()
     without_a_table()
     dt.print("cold rows as written out")

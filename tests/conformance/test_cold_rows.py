@@ -27,6 +27,7 @@ def test_cold_rows(world: int, shared: str, tmp_path: Path) -> None:
         ("over all", "from the algorithm written out"),
         ("never reset", "from the algorithm written out"),
         ("twice", "from the algorithm written out"),
+        ("plain mean", ", then ddp: "),
         ("not saved", "goes on in another way after dt.load"),
     ],
 )

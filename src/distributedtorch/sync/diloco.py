@@ -55,8 +55,11 @@ class Diloco(Rounds):
         self.lr, self.momentum = lr, momentum
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchor]
 
-    def follow(self, index: int, moved: Tensor) -> None:
-        anchor, velocity = self.anchor[index], self.velocity[index]
+    def outer(self, index: int) -> list[Tensor]:
+        return [self.anchor[index], self.velocity[index]]
+
+    def follow(self, moved: Tensor, *outer: Tensor) -> None:
+        anchor, velocity = outer
         velocity.mul_(self.momentum).sub_(moved)
         anchor.add_(moved, alpha=self.lr).sub_(velocity, alpha=self.lr * self.momentum)
 
@@ -87,7 +90,7 @@ class Diloco(Rounds):
     def _end_in_another_world(self, index: int, param: Tensor, moved: Tensor) -> None:
         """A round was under way: parameters, the mean of what replicas had, have its movement but not the outer one."""
         mean = self.anchor[index] + moved
-        self.follow(index, moved)
+        self.follow(moved, *self.outer(index))
         param.add_(self.anchor[index] - mean)
 
     def _take_outer(self, state: Mapping[str, Tensor]) -> None:

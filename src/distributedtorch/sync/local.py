@@ -62,8 +62,8 @@ class Local(Rounds):
     def pace(self) -> float:
         return (time.monotonic() - self.began) / max(self.taken, 1)
 
-    def follow(self, index: int, moved: Tensor) -> None:
-        self.anchor[index].add_(moved)
+    def follow(self, moved: Tensor, *outer: Tensor) -> None:
+        outer[0].add_(moved)
 
     def set_period(self, seconds_per_step: float) -> None:
         if self.seconds is not None:

@@ -94,33 +94,21 @@ class Loose(Alone):
     # What rounds are made of.
 
     @torch.no_grad()
-    def meet_in(
-        self, wire: Wire, give: Callable[[int, Tensor], object], take: Callable[[int, Tensor], tuple[Tensor, Tensor]]
-    ) -> tuple[float, float]:
-        """Sum over ranks what `give` writes for each parameter; `take` says the replicas' mean and the new value then.
-
-        Result: squares of how far this replica was from the mean, and of the mean's size.
-        """
-        apart, size = 0.0, 0.0
-        for slab, flat in sums(self.comm, wire, self.name, self.slabs, give):
-            for slot in slab.slots:
-                param = self.params[slot.index].detach()
-                mean, new = take(slot.index, slot.view(flat))
-                for mine, middle in pieces(param, mean):
-                    apart += power(mine - middle)
-                    size += power(middle)
-                param.copy_(new)
-        self.average_buffers()
-        return apart, size
-
     def average(self, wire: Wire) -> tuple[float, float]:
-        """Give parameters their mean over ranks. Result: as `meet_in`."""
-        world = self.comm.world
+        """Give parameters their mean over ranks; squares of how far this replica was from it, and of its size."""
+        apart, size = 0.0, 0.0
 
         def give(index: int, out: Tensor) -> None:
-            torch.div(wide(self.params[index].detach()), world, out=out)
+            torch.div(wide(self.params[index].detach()), self.comm.world, out=out)
 
-        return self.meet_in(wire, give, lambda _, mean: (mean, mean))
+        for slab, flat in sums(self.comm, wire, self.name, self.slabs, give):
+            for slot in slab.slots:
+                for mine, mean in pieces(self.params[slot.index].detach(), slot.view(flat)):
+                    apart += power(mine - mean)
+                    size += power(mean)
+                    mine.copy_(mean)
+        self.average_buffers()
+        return apart, size
 
     def average_buffers(self) -> None:
         average(self.comm, f"{self.name}/buffers", self.buffers)

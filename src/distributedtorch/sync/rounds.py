@@ -17,8 +17,8 @@ from torch import Tensor
 
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.sync import Trained, require_like
-from distributedtorch.core.wire import SlabSum, Wire
-from distributedtorch.sync.loose import Loose, Meet, pieces, power, wide
+from distributedtorch.core.wire import SlabSum, Wire, sums
+from distributedtorch.sync.loose import Loose, Meet, agreed, pieces, power, wide
 from distributedtorch.sync.underway import UNDER_WAY, UnderWay
 from distributedtorch.sync.used import UsedRows
 from distributedtorch.wire.plain import Plain
@@ -58,9 +58,13 @@ class Rounds(Loose):
     def backlog(self) -> int | None:
         return int(self.under_way is not None) if self.delay else None
 
+    def outer(self, index: int) -> list[Tensor]:
+        """What is kept of a parameter beside each replica's: its anchor, and what moves that."""
+        return [self.anchor[index]]
+
     @abstractmethod
-    def follow(self, index: int, moved: Tensor) -> None:
-        """Move the anchor of a parameter, which replicas have moved by so much on average."""
+    def follow(self, moved: Tensor, *outer: Tensor) -> None:
+        """Move the anchor of a parameter, or of a piece of it, which replicas have moved by so much on average."""
 
     def pace(self) -> float:
         """Seconds that a step takes here, where that matters."""
@@ -92,7 +96,10 @@ class Rounds(Loose):
         if any(row[1] for row in numbers):
             return self.begin_anew()
         pace = max(row[0] for row in numbers)
-        weights = self.used.weights() if self.used is not None else {}
+        weights = {}
+        if self.used is not None:
+            weights = self.used.weights()
+            self.used.forget()
         if self.delay:
             slabs = enumerate(self.slabs)
             sums = [SlabSum(self.comm, self.wire, f"{self.name}/{k}", slab, self._give) for k, slab in slabs]
@@ -109,27 +116,34 @@ class Rounds(Loose):
 
     def _give(self, index: int, out: Tensor) -> None:
         """What this replica has moved, from where it began, as its part of the mean."""
-        param = self.params[index].detach()
-        torch.sub(wide(param), _began(self.anchor[index], param), out=out).div_(self.comm.world)
+        for now, anchor, part in pieces(self.params[index].detach(), self.anchor[index], out):
+            torch.sub(wide(now), _began(anchor, now), out=part).div_(self.comm.world)
 
+    @torch.no_grad()
     def _move(self, weights: Mapping[int, Tensor]) -> tuple[float, float]:
         """As `average`, by changes since the last round."""
-
-        def follow(index: int, moved: Tensor) -> tuple[Tensor, Tensor]:
-            if index in weights:
-                moved.mul_(weights[index])
-            mean = self.anchor[index] + moved
-            self.follow(index, moved)
-            return mean, self.anchor[index]
-
-        return self.meet_in(self.wire, self._give, follow)
+        apart, size = 0.0, 0.0
+        for slab, flat in sums(self.comm, self.wire, self.name, self.slabs, self._give):
+            for slot in slab.slots:
+                moved = slot.view(flat)
+                if slot.index in weights:
+                    moved.mul_(weights[slot.index])
+                param = self.params[slot.index].detach()
+                for now, step, anchor, *more in pieces(param, moved, *self.outer(slot.index)):
+                    mean = anchor + step
+                    apart += power(now - mean)
+                    size += power(mean)
+                    self.follow(step, anchor, *more)
+                    now.copy_(anchor)
+        self.average_buffers()
+        return apart, size
 
     @torch.no_grad()
     def _end_round(self, ended: UnderWay) -> None:
         """Go to where replicas have come together, with what this one has moved since the round was begun."""
         moved, apart, size = ended.moved(), 0.0, 0.0
-        for whole in zip(ended.stood, self.anchor, moved, strict=True):
-            for stood, anchor, mean in pieces(*whole):
+        for values in zip(ended.stood, self.anchor, moved, strict=True):
+            for stood, anchor, mean in pieces(*values):
                 off = (wide(stood) - _began(anchor, stood)).sub_(mean)
                 apart += power(off)
                 size += power(torch.add(anchor, mean, out=off))
@@ -140,8 +154,9 @@ class Rounds(Loose):
             self.begin_anew()
         else:
             for index, param in enumerate(self.params):
-                self.follow(index, moved[index])
-                for now, stood, anchor in pieces(param.detach(), ended.stood[index], self.anchor[index]):
+                whole = param.detach(), ended.stood[index], moved[index], *self.outer(index)
+                for now, stood, step, anchor, *more in pieces(*whole):
+                    self.follow(step, anchor, *more)
                     now.copy_((wide(now) - wide(stood)).add_(_began(anchor, now)))
             self.average_buffers()
             ended.end()
@@ -189,6 +204,23 @@ class Rounds(Loose):
         if self.used is not None:
             self.used.take_state(state)
         self.under_way = UnderWay.of(state, self.anchor, [param.detach() for param in self.params])
+
+    def consensus(self) -> dict[int, Tensor]:
+        found = super().consensus()
+        if self.used is not None and self.differ:
+            anew = self.comm.exchange(f"{self.name}/anew", torch.tensor(self.refilled))
+            for index, weight in () if anew.any() else self.used.weights().items():
+                found[id(self.params[index])] = self._where_all_would_meet(index, weight)
+        return found
+
+    @torch.no_grad()
+    def _where_all_would_meet(self, index: int, weight: Tensor) -> Tensor:
+        """A table after a round, without an outer optimizer, where it is no plain mean of replicas. A group call."""
+        param, anchor = self.params[index].detach(), self.anchor[index]
+        since = wide(param) - (wide(self.under_way.stood[index]) if self.under_way else _began(anchor, param))
+        mean = agreed(self.comm, f"{self.name}/used/{index}", [("since", since)])[id(since)]
+        met = anchor + self.under_way.moved()[index] if self.under_way else anchor
+        return (met + mean.to(met.device) * weight).to(param.dtype)
 
     def _let_go(self) -> None:
         """Forget a round under way: it cannot be called back."""

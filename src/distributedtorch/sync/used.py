@@ -47,12 +47,11 @@ class UsedRows:
                 flags |= rows_used(grad.detach())
 
     def weights(self) -> dict[int, Tensor]:
-        """By table, what the mean movement of each row is multiplied by; none is used any more. A group call."""
+        """By table, what the mean movement of each row is multiplied by. A group call."""
         if not self.flags:
             return {}
         every = self.comm.exchange(self.name, torch.cat([flags.cpu() for flags in self.flags.values()]))
         counts = every.sum(dim=0).split([len(flags) for flags in self.flags.values()])
-        self.forget()
         return {index: self._weight(index, count) for index, count in zip(self.flags, counts, strict=True)}
 
     def _weight(self, index: int, count: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ class UsedRows:
         return (world / by).view(-1, *[1] * (param.dim() - 1))
 
     def forget(self) -> None:
-        """Replicas are the same."""
+        """None is used any more: a round begins, or replicas are the same."""
         for flags in self.flags.values():
             flags.zero_()
 
