@@ -144,8 +144,10 @@ def _rounds(kind: Callable[..., Loose]) -> Build:
     def build(trained: Trained, plan: Plan, world: World) -> Sync:
         options: dict[str, Any] = {**plan.options(plan.sync), "delay": plan.delay}
         if options.pop("rows", "all") == "used":
-            options["used"] = used = UsedRows(world.comm, f"round/{trained.name}", trained.params, trained.models)
-            if not used.flags:
+            used = UsedRows(trained, world.comm)
+            if used.counts:
+                options["used"] = used
+            elif trained.names:
                 say(world, f"rows=used changes nothing: no embedding is trained with {trained.names[-1]}")
         made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **options)
         world.undo.append(made.close)

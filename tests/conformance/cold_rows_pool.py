@@ -1,28 +1,30 @@
-"""What each process of a pool runs: rows of tables averaged over the replicas that used them, and that written out.
+"""What each process of a pool runs: rows of tables that count by how often replicas use them, and that written out.
 
-`-m tests.conformance.cold_rows_pool FOLDER [WORDS]`: faults raise. `over all`: rows are averaged over all replicas.
-`never reset`: what was used once stays so. `not saved`: a checkpoint has nothing of it. `twice`: a round under way is
-divided again when it ends. `plain mean`: what other plans begin with.
+`-m tests.conformance.cold_rows_pool FOLDER [WORDS]`: faults raise. `all alike`: every replica counts for as much.
+`from here`: how often rows were used is forgotten. `not saved`: a checkpoint has nothing of it. `plain mean`: what
+other plans begin with. `shared counts double`: in another world. `after the step`: gradients are looked at then.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import distributedtorch as dt
 from distributedtorch.core.world import here
 from distributedtorch.distribute import release
+from distributedtorch.sync.diloco import Diloco
 from distributedtorch.sync.loose import Loose
 from distributedtorch.sync.rounds import Rounds
-from distributedtorch.sync.underway import UnderWay
 from distributedtorch.sync.used import UsedRows
-from tests.conformance.loose_pool import adam, compare, every, sgd, spread
+from tests.conformance.loose_pool import adam, compare, every
 from tests.conformance.loose_pool import check as check_rounds
 
 NUMBER, STEPS = 12, 14
@@ -36,6 +38,19 @@ def net(*, sparse: bool = False) -> nn.Sequential:
     model = nn.Sequential(first, nn.Flatten(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 5, bias=False), second)
     model[4].weight = second.weight
     return model
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.05)
+
+
+def rms(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(model.parameters(), lr=0.01)
+
+
+def decaying(model: nn.Module) -> torch.optim.Optimizer:
+    """Rows that nobody uses move too, in all replicas."""
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=2.0)
 
 
 def ids_of(step: int, rank: int) -> Tensor:
@@ -57,9 +72,11 @@ class ByHand:
 
     def __init__(self, make: Make, every: int, *, delay: int = 0, lr: float = 1.0, momentum: float = 0.0) -> None:
         self.make, self.every, self.delay, self.lr, self.momentum = make, every, delay, lr, momentum
+        self.last = 0.0 if make is adagrad else 0.01 if make is rms else 0.001
+        """1 - beta2."""
         self.agreed = [p.detach().clone() for p in net().parameters()]
         self.speed = [torch.zeros_like(value) for value in self.agreed]
-        self.users = [set[int]() for _ in range(dt.world())]
+        self.steps, self.counts = 0, [[0] * NUMBER for _ in range(dt.world())]
         self.under_way: list[tuple[list[Tensor], Tensor]] = []
 
     def ends(self, *, after: int = 0, window: int = 1, sparse: bool = False) -> list[Tensor]:
@@ -68,9 +85,12 @@ class ByHand:
         optimizers = [self.make(replica) for replica in self.replicas]
         for step in range(STEPS):
             for rank, replica in enumerate(self.replicas):
-                for number in range(step * window, (step + 1) * window):
+                numbers = range(step * window, (step + 1) * window)
+                for number in numbers:
                     (loss_of(replica, number, rank) / window).backward()
-                    self.users[rank] |= set(ids_of(number, rank).flatten().tolist())
+                for row in {row for number in numbers for row in ids_of(number, rank).flatten().tolist()}:
+                    self.counts[rank][row] += step >= after
+            self.steps += step >= after
             if step < after:
                 self.average_gradients()
             for optimizer in optimizers:
@@ -78,7 +98,6 @@ class ByHand:
                 optimizer.zero_grad()
             if step < after:
                 self.agreed = [p.detach().clone() for p in self.replicas[0].parameters()]
-                self.users = [set() for _ in self.replicas]
             else:
                 self.stepped(step + 1 - after)
         return [p.detach() for p in self.replicas[dt.rank()].parameters()]
@@ -97,15 +116,25 @@ class ByHand:
             if not self.delay:
                 self.end()
 
+    def weight(self, row: int, rank: int) -> float:
+        """What a replica's movement of a row is multiplied by."""
+        often = [count[row] / self.steps for count in self.counts]
+        if not any(often):
+            return 1 / len(often)
+        if not often[rank]:
+            return 0.0
+        pairs = sum(a * b for j, a in enumerate(often) for k, b in enumerate(often) if j != k)
+        by_any = 1 - math.prod(1 - one for one in often)
+        both = (sum(often) + pairs) * (self.last / by_any + 1 - self.last)
+        return ((self.last + (1 - self.last) * often[rank]) / both) ** 0.5
+
     def begin(self) -> None:
-        """What all replicas together have moved: of the table's rows, divided by how many used them."""
-        world = len(self.replicas)
-        counts = [sum(row in some for some in self.users) or world for row in range(NUMBER)]
-        self.users = [set() for _ in self.replicas]
+        ranks = range(len(self.replicas))
         for index, values in enumerate(zip(*(r.parameters() for r in self.replicas), strict=True)):
-            total = sum(value.detach() - self.agreed[index] for value in values)
-            by = torch.tensor(counts).view(-1, 1) if index == 0 else world
-            self.under_way.append(([value.detach().clone() for value in values], total / by))
+            weights = [torch.tensor([[self.weight(row, rank)] for row in range(NUMBER)]) for rank in ranks]
+            moves = [value.detach() - self.agreed[index] for value in values]
+            moved = sum(w * m if index == 0 else m / len(ranks) for w, m in zip(weights, moves, strict=True))
+            self.under_way.append(([value.detach().clone() for value in values], moved))  # type: ignore[arg-type]
 
     def end(self) -> None:
         for index, values in enumerate(zip(*(r.parameters() for r in self.replicas), strict=True)):
@@ -144,7 +173,9 @@ def as_written_out() -> None:
     check("local(every=4,rows=used),delay=2", ByHand(adam, 4, delay=2).ends())
     check("local(every=3,after=4,rows=used)", ByHand(adam, 3).ends(after=4))
     check("local(every=2,rows=used),accumulate=2", ByHand(adam, 2).ends(window=2), window=2)
-    check("local(every=3,rows=used)", ByHand(sgd, 3).ends(sparse=True), sgd, sparse=True)
+    check("local(every=3,rows=used)", ByHand(adagrad, 3).ends(sparse=True), adagrad, sparse=True)
+    check("local(every=3,rows=used)", ByHand(rms, 3).ends(), rms)
+    check("local(every=2,rows=used)", ByHand(decaying, 2).ends(), decaying)
     check("diloco(every=3,rows=used)", ByHand(adam, 3, lr=0.7, momentum=0.9).ends())
     check("diloco(every=4,lr=1.0,momentum=0.5,rows=used),delay=1", ByHand(adam, 4, delay=1, momentum=0.5).ends())
 
@@ -212,20 +243,78 @@ def a_load_is_no_movement() -> None:
     release()
 
 
-def ended() -> None:
-    """Letting go and a load leave equal replicas, and what was used before is no matter afterwards."""
-    model, step = stepping("local(every=5,rows=used),delay=2")
-    for k in range(6):
+def alike_in_another_world() -> None:
+    """DiLoCo goes on in another world in the middle of a round: so far all replicas have moved alike."""
+    plan = "diloco(every=8,lr=1.0,momentum=0.001,rows=used)"
+    model, step = stepping(plan)
+    for k in range(5):
         step(k)
-    release()
-    assert spread(model) == 0
-    model, step = stepping("local(every=4,rows=used)")
-    step(0)
-    model.load_state_dict(copy.deepcopy(net().state_dict()))
+    sync = here().loop.members[0].sync
+    state = {name: value.clone() for name, value in sync.own_state().items() if name.startswith(sync.common)}
+    for param in model.parameters():
+        param.data.copy_(here().comm.exchange("mean", param.detach()).mean(dim=0))
+    sync.take_common_state(state)
+    step(5)
+    mean = [here().comm.exchange("mean", p.detach()).mean(dim=0) for p in model.parameters()]
+    anchor = [state[f"anchor/{index}"] for index in range(len(mean))]
+    params = here().loop.members[0].sync.params
+    order = {id(p): k for k, p in enumerate(params)}
     dt.sync()
+    for param, value in zip(model.parameters(), mean, strict=True):
+        start = anchor[order[id(param)]]
+        wanted = start + (value - start) * 1.001
+        assert torch.allclose(param.detach(), wanted, atol=1e-6), "what all have moved counts more than once"
+    release()
+
+
+def wires_leave_out_what_counts() -> None:
+    """Once all that a wire has left out has come, replicas are where they would be without the wire."""
+    ends = []
+    for wire in ("", ",wire=topk(0.1)"):
+        model: nn.Module = nn.Embedding(NUMBER, 4)
+        torch.nn.init.zeros_(model.weight)
+        model, optimizer = dt.distribute(
+            model, torch.optim.Adagrad(model.parameters(), lr=0.1), plan=f"local(every=2,rows=used){wire}"
+        )
+        for number in range(60):
+            factor = (torch.arange(4.0) + 1) * (number < 8)
+            (model(ids_of(number, dt.rank())) * factor).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dt.sync()
+        ends.append([model.weight.detach().clone()])
+        release()
+    compare("what wires have left out", *ends)
+
+
+def for_sgd_it_is_refused() -> None:
+    model = net()
+    with pytest.raises(dt.UsageError, match=r"rows=used with SGD(.|\n)*leave rows=used out"):
+        dt.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), plan="local(every=3,rows=used)")
+    release()
+
+
+def optimizers_change_gradients() -> None:
+    """Decay added to gradients by an optimizer is no use of rows, and gradients it clears are."""
+
+    class Changing(torch.optim.Adagrad):
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            for param in self.param_groups[0]["params"]:
+                param.grad.add_(param.detach(), alpha=0.1)
+            result = super().step(closure)
+            for param in self.param_groups[0]["params"]:
+                param.grad = None
+            return result
+
+    model = net()
+    model, optimizer = dt.distribute(model, Changing(model.parameters()), plan="local(every=3,rows=used)")
+    loss_of(model, 0, dt.rank()).backward()
+    optimizer.step()
     sync = here().loop.members[0].sync
     assert isinstance(sync, Rounds) and sync.used is not None
-    assert not any(bool(flags.any()) for flags in sync.used.flags.values()), "a load leaves rows marked as used"
+    (table,) = (k for k, p in enumerate(sync.params) if len(p) == NUMBER)
+    found = set(sync.used.counts[table].nonzero().flatten().tolist())
+    assert found == set(ids_of(0, dt.rank()).flatten().tolist()), found
     release()
 
 
@@ -235,25 +324,43 @@ def without_a_table() -> None:
 
 
 def sabotage(what: str) -> None:
-    if what == "over all":
-        weights = UsedRows.weights
-        UsedRows.weights = lambda self: {k: torch.ones_like(v) for k, v in weights(self).items()}  # type: ignore[method-assign]
-    elif what == "never reset":
-        UsedRows.forget = lambda self: None  # type: ignore[method-assign]
+    if what == "all alike":
+        UsedRows.parts = lambda self: {}  # type: ignore[method-assign]
+    elif what == "from here":
+        parts = UsedRows.parts
+
+        def forgetful(self: UsedRows) -> dict[int, Tensor]:
+            found = parts(self)
+            self.take_state({})
+            return found
+
+        UsedRows.parts = forgetful  # type: ignore[method-assign]
     elif what == "not saved":
         UsedRows.state = lambda self: {}  # type: ignore[method-assign]
     elif what == "plain mean":
         Rounds.consensus = Loose.consensus  # type: ignore[method-assign,assignment]
-    elif what == "twice":
-        moved = UnderWay.moved
+    elif what == "shared counts double":
+        fill = Diloco.take_common_state
 
-        def again(self: UnderWay) -> list[Tensor]:
-            found = moved(self)
-            for index, weight in self.weights.items():
-                found[index].mul_(weight)
-            return found
+        def alone(self: Diloco, state: Mapping[str, Tensor]) -> None:
+            fill(self, state)
+            assert self.used is not None
+            self.used.alike.fill_(False)
 
-        UnderWay.moved = again  # type: ignore[method-assign]
+        Diloco.take_common_state = alone  # type: ignore[method-assign]
+    elif what == "after the step":
+        UsedRows.note, note = lambda self: None, UsedRows.note  # type: ignore[method-assign]
+        update = Rounds.update
+
+        def late(self: Rounds, step: Callable[[], object]) -> object:
+            def both() -> object:
+                result = step()
+                note(self.used)  # type: ignore[arg-type]
+                return result
+
+            return update(self, both)
+
+        Rounds.update = late  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
@@ -266,6 +373,9 @@ if __name__ == "__main__":
     saved(Path(sys.argv[1]))
     others_begin_where_all_would_meet(Path(sys.argv[1]))
     a_load_is_no_movement()
-    ended()
+    alike_in_another_world()
+    wires_leave_out_what_counts()
+    optimizers_change_gradients()
+    for_sgd_it_is_refused()
     without_a_table()
     dt.print("cold rows as written out")

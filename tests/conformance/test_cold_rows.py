@@ -1,4 +1,4 @@
-"""Rows of tables averaged over the replicas that used them: equal to that written out plainly, at 2, 3 and 4 ranks."""
+"""Rows of tables that count by how often replicas use them: equal to that written out plainly, at 2, 3 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def test_cold_rows(world: int, shared: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("over all", "from the algorithm written out"),
-        ("never reset", "from the algorithm written out"),
-        ("twice", "from the algorithm written out"),
+        ("all alike", "from the algorithm written out"),
+        ("from here", "from the algorithm written out"),
         ("plain mean", ", then ddp: "),
         ("not saved", "goes on in another way after dt.load"),
+        ("shared counts double", "what all have moved counts more than once"),
+        ("after the step", "set()"),
     ],
 )
 def test_wrong_ones_are_seen(what: str, said: str, tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ class Pending:
         """Whether `wait` would hardly hold anyone."""
         return self.work is None or self.work.ends()
 
+    def starts(self) -> bool:
+        """Take it on, as far as that holds nobody. Result: whether all of it has begun."""
+        self.arrived()
+        return True
+
     def advance(self) -> None:
         """Do this rank's part of it; several are waited for sooner where all of them are advanced first."""
         if self.work is not None:

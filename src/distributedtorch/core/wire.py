@@ -95,9 +95,9 @@ class SlabSum:
             for k, bucket in enumerate(slab.buckets)
         ]
 
-    def arrived(self) -> bool:
-        """Whether `wait` would hardly hold anyone; asking brings sums made in two steps on."""
-        return all([one.arrived() for one in self.pending])
+    def starts(self) -> bool:
+        """Take sums on, as far as that holds nobody, in order. Result: whether all of them have begun as a whole."""
+        return all(one.starts() for one in self.pending)
 
     def wait(self) -> Tensor:
         """The sum, in memory that is lent."""

@@ -81,7 +81,7 @@ class Diloco(Rounds):
         self.taken, self.rounds, self.period = state["counts"].tolist()
         self.wire.take_state({})
         if self.used is not None:
-            self.used.forget()
+            self.used.alike.fill_(True)
         self._take_outer(state)
         for index, param in enumerate(self.params):
             if (moved := state.get(f"{UNDER_WAY}moved/{index}")) is not None:

@@ -130,6 +130,7 @@ class PostLocal(Local):
         self._set_out()
 
     def take_common_state(self, state: Mapping[str, Tensor]) -> None:
+        self._let_go()
         self.steps, self.taken = int(state["steps"]), 0
         self._set_out()
         self.loaded()

@@ -49,6 +49,8 @@ class Rounds(Loose):
         """What replicas last agreed on, where only changes of it travel."""
         self.under_way: UnderWay | None = None
         """A round that was begun and has not ended."""
+        self.parts: dict[int, Tensor] = {}
+        """By table, what this replica's movement of rows counts for in the present round."""
 
     @property
     def differ(self) -> bool:
@@ -71,10 +73,10 @@ class Rounds(Loose):
         return 0.0
 
     def update(self, step: Callable[[], Any]) -> Any:
+        if self.used is not None:
+            self.used.note()  # before it: optimizers may add decay to gradients, or clear them
         result = step()
         self.taken += 1
-        if self.used is not None:
-            self.used.note()
         if self.under_way is not None:
             if self.taken >= min(self.delay, self.period):
                 self._end_round(self.under_way)
@@ -96,16 +98,15 @@ class Rounds(Loose):
         if any(row[1] for row in numbers):
             return self.begin_anew()
         pace = max(row[0] for row in numbers)
-        weights = {}
         if self.used is not None:
-            weights = self.used.weights()
-            self.used.forget()
+            self.parts = self.used.parts()
+            self.used.alike.fill_(False)
         if self.delay:
             slabs = enumerate(self.slabs)
             sums = [SlabSum(self.comm, self.wire, f"{self.name}/{k}", slab, self._give) for k, slab in slabs]
-            self.under_way = UnderWay([param.detach().clone() for param in self.params], pace, sums, weights)
+            self.under_way = UnderWay([param.detach().clone() for param in self.params], pace, sums)
             return None
-        apart, size = self._move(weights) if self.anchor else self.average(self.wire)
+        apart, size = self._move() if self.anchor else self.average(self.wire)
         rows = self.meet(f"{self.name}/drift", [apart, size])
         return self._measure(rows, pace)
 
@@ -118,18 +119,17 @@ class Rounds(Loose):
         """What this replica has moved, from where it began, as its part of the mean."""
         for now, anchor, part in pieces(self.params[index].detach(), self.anchor[index], out):
             torch.sub(wide(now), _began(anchor, now), out=part).div_(self.comm.world)
+        if index in self.parts:
+            out.mul_(self.parts[index])
 
     @torch.no_grad()
-    def _move(self, weights: Mapping[int, Tensor]) -> tuple[float, float]:
+    def _move(self) -> tuple[float, float]:
         """As `average`, by changes since the last round."""
         apart, size = 0.0, 0.0
         for slab, flat in sums(self.comm, self.wire, self.name, self.slabs, self._give):
             for slot in slab.slots:
-                moved = slot.view(flat)
-                if slot.index in weights:
-                    moved.mul_(weights[slot.index])
                 param = self.params[slot.index].detach()
-                for now, step, anchor, *more in pieces(param, moved, *self.outer(slot.index)):
+                for now, step, anchor, *more in pieces(param, slot.view(flat), *self.outer(slot.index)):
                     mean = anchor + step
                     apart += power(now - mean)
                     size += power(mean)
@@ -182,7 +182,7 @@ class Rounds(Loose):
         self.wire.take_state({})
         self.refilled = False
         if self.used is not None:
-            self.used.forget()
+            self.used.alike.fill_(False)
         for param, anchor in zip(self.params, self.anchor, strict=False):
             anchor.copy_(param.detach())
 
@@ -209,18 +209,19 @@ class Rounds(Loose):
         found = super().consensus()
         if self.used is not None and self.differ:
             anew = self.comm.exchange(f"{self.name}/anew", torch.tensor(self.refilled))
-            for index, weight in () if anew.any() else self.used.weights().items():
-                found[id(self.params[index])] = self._where_all_would_meet(index, weight)
+            for index, part in () if anew.any() else self.used.parts().items():
+                found[id(self.params[index])] = self._where_all_would_meet(index, part)
         return found
 
     @torch.no_grad()
-    def _where_all_would_meet(self, index: int, weight: Tensor) -> Tensor:
+    def _where_all_would_meet(self, index: int, part: Tensor) -> Tensor:
         """A table after a round, without an outer optimizer, where it is no plain mean of replicas. A group call."""
         param, anchor = self.params[index].detach(), self.anchor[index]
-        since = wide(param) - (wide(self.under_way.stood[index]) if self.under_way else _began(anchor, param))
+        began = wide(self.under_way.stood[index]) if self.under_way else _began(anchor, param)
+        since = (wide(param) - began) * part
         mean = agreed(self.comm, f"{self.name}/used/{index}", [("since", since)])[id(since)]
         met = anchor + self.under_way.moved()[index] if self.under_way else anchor
-        return (met + mean.to(met.device) * weight).to(param.dtype)
+        return (met + mean.to(met.device)).to(param.dtype)
 
     def _let_go(self) -> None:
         """Forget a round under way: it cannot be called back."""

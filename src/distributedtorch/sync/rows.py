@@ -39,7 +39,7 @@ def rows_used(grad: Tensor) -> Tensor:
     """Which rows of a table have a gradient, as bytes."""
     if grad.is_sparse:
         return torch.zeros(len(grad), dtype=torch.uint8, device=grad.device).index_fill_(0, grad._indices()[0], 1)
-    rows = grad.flatten(1)
+    rows = (torch.view_as_real(grad) if grad.is_complex() else grad).flatten(1)
     used = (rows.amax(dim=1) != 0) | (rows.amin(dim=1) != 0)  # NaN too; a norm takes ten times as long
     return used.to(torch.uint8)
 

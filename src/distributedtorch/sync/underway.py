@@ -14,7 +14,6 @@ Use it where the exchange is a large part of the steps from one to the next; rep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -29,14 +28,8 @@ UNDER_WAY = "underway/"
 class UnderWay:
     """One round under way: where this replica stood, by parameter, and the sums of what all have moved."""
 
-    def __init__(
-        self,
-        stood: Sequence[Tensor],
-        seconds_per_step: float,
-        sums: Sequence[SlabSum] = (),
-        weights: Mapping[int, Tensor] = MappingProxyType({}),
-    ) -> None:
-        self.stood, self.sums, self.weights = stood, sums, weights
+    def __init__(self, stood: Sequence[Tensor], seconds_per_step: float, sums: Sequence[SlabSum] = ()) -> None:
+        self.stood, self.sums = stood, sums
         self.seconds_per_step = seconds_per_step
         """On the slowest rank, when it was begun."""
         self._moved: dict[int, Tensor] = {}
@@ -44,7 +37,7 @@ class UnderWay:
     def bring_on(self) -> None:
         """Let sums that are made in two steps take the second, where the first is done."""
         for one in self.sums:
-            if not one.arrived():
+            if not one.starts():
                 break
 
     def moved(self) -> list[Tensor]:
@@ -53,8 +46,6 @@ class UnderWay:
             for one in self.sums:
                 flat = one.wait()
                 self._moved |= {slot.index: slot.view(flat) for slot in one.slab.slots}
-            for index, weight in self.weights.items():
-                self._moved[index].mul_(weight)
         return [self._moved[index] for index in range(len(self.stood))]
 
     def end(self) -> None:
@@ -88,4 +79,4 @@ class UnderWay:
 
     def bytes_held(self) -> int:
         """What it takes beside parameters and anchors."""
-        return sum(map(bytes_of, [*self.stood, *(one.flat for one in self.sums)]))
+        return sum(map(bytes_of, [*self.stood, *([one.flat for one in self.sums] or self._moved.values())]))

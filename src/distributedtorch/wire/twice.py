@@ -26,8 +26,12 @@ class Twice(Pending):
         return self.second
 
     def starts(self) -> bool:
-        """Begin the second exchange if the first is done. Result: whether it has begun."""
-        if self.second is None and self.first.arrived():
+        """Begin the second exchange if the first is done; not where only a stream knows, which would be held.
+
+        Result: whether it has begun.
+        """
+        streamed = self.first.work is None and not self.first.comm.alone
+        if self.second is None and not streamed and self.first.arrived():
             self._go_on()
         return self.second is not None
 
@@ -44,10 +48,9 @@ class Twice(Pending):
 
 
 def go_on(made: Twice) -> Twice:
-    """Line up an exchange that was begun, and begin second ones whose first is done, in order; not where only a stream
-    knows, which would be held."""
+    """Line up an exchange that was begun, and begin second ones whose first is done, in order."""
     made.begun.append(made)
     for one in list(made.begun):
-        if (one.first.work is None and not one.first.comm.alone) or not one.starts():
+        if not one.starts():
             break
     return made
