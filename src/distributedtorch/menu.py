@@ -52,7 +52,7 @@ MENU: dict[str, Recipe] = {
     "local": Recipe(
         traits=Traits(exact=False, lockstep=False, owns="whole"),
         summary="Replicas step alone and average their parameters every so many steps (or seconds, or by their drift).",
-        holds="parameters Ψ (2Ψ with a wire), gradients Ψ, optimizer state K·Ψ",
+        holds="parameters Ψ (2Ψ with a wire, `delay` or `rows=used`), gradients Ψ, optimizer state K·Ψ",
         travels="2Ψ(N-1)/N per round: all-reduce of parameters, with a wire of changes; at first per step with `after`",
     ),
     "diloco": Recipe(

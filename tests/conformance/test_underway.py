@@ -25,6 +25,8 @@ def test_rounds_under_way(world: int, shared: str) -> None:
         ("all of it", "from the algorithm written out"),
         ("nobody asked", "a load is no movement"),
         ("waits", "round/0"),
+        ("one at a time", "second sums wait for the end of a round"),
+        ("never let go", "a round is under way where replicas step together"),
     ],
 )
 def test_wrong_ones_are_seen(what: str, said: str) -> None:

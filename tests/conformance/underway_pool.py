@@ -1,8 +1,8 @@
 """What each process of a pool runs: rounds that travel beside the next steps, and the same written out by hand.
 
-`-m tests.conformance.underway_pool [at once | all of it | nobody asked | waits]`: faults raise. `at once`: a round ends
-when it is begun. `all of it`: replicas forget what they have moved since. `nobody asked`: a load in between is not
-told. `waits`: every step waits for what travels.
+`-m tests.conformance.underway_pool [WORDS]`: faults raise. `at once`: a round ends when it is begun. `all of it`:
+replicas forget what they have moved since. `nobody asked`: a load in between is not told. `waits`: every step waits for
+what travels. `one at a time`: second sums begin at a round's end. `never let go`: a round outlives a load.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from distributedtorch.distribute import release
 from distributedtorch.sync import loose
 from distributedtorch.sync.rounds import Rounds
 from distributedtorch.sync.underway import UnderWay
+from distributedtorch.wire.twice import Twice
 from tests.conformance.loose_pool import Rule, check, mean, net, sgd, spread, stepping
 
 
@@ -133,8 +134,56 @@ def letting_go_ends_it() -> None:
     assert spread(model) == 0
 
 
+def second_sums_begin_on_the_way() -> None:
+    """powersgd sums twice: the second sums begin as soon as somebody asks, and change nothing of what comes."""
+    ends = []
+    for asked in (True, False):
+        model, step = stepping("local(every=4),delay=3,wire=powersgd(rank=2)")
+        for number in range(4):
+            step(number)
+        sync = here().loop.members[0].sync
+        assert isinstance(sync, Rounds) and sync.under_way is not None
+        bring_on = UnderWay.bring_on
+        twice = [one for each in sync.under_way.sums for one in each.pending if isinstance(one, Twice)]
+        assert twice, "nothing is summed twice"
+        if asked:
+            for _ in range(10_000):
+                sync.under_way.bring_on()
+                begun = torch.tensor(all(one.second is not None for one in twice))
+                if bool(here().comm.exchange("begun", begun).all()):
+                    break
+            else:
+                raise AssertionError("second sums wait for the end of a round")
+        else:
+            UnderWay.bring_on = lambda self: None  # type: ignore[method-assign]
+        for number in range(4, 8):
+            step(number)
+        UnderWay.bring_on = bring_on  # type: ignore[method-assign]
+        ends.append([p.detach().clone() for p in model.parameters()])
+        release()
+    assert all(map(torch.equal, *ends)), "what comes hangs on who asks"
+
+
+def an_earlier_state_has_no_round_under_way() -> None:
+    """Taken back, by another world's checkpoint, to where replicas step together."""
+    _, step = stepping("local(every=3,after=2),delay=2")
+    for number in range(6):
+        step(number)
+    sync = here().loop.members[0].sync
+    assert sync.backlog == 1
+    sync.loaded()
+    sync.take_common_state({"steps": torch.tensor(0)})
+    assert sync.backlog == 0 and sync.lockstep, "a round is under way where replicas step together"
+    step(6)
+    release()
+
+
 def sabotage(what: str) -> None:
-    if what == "at once":
+    if what == "one at a time":
+        UnderWay.bring_on = lambda self: None  # type: ignore[method-assign]
+    elif what == "never let go":
+        Rounds._let_go = lambda self: None  # type: ignore[method-assign]
+    elif what == "at once":
         agree = Rounds.agree
 
         def ended(self: Rounds) -> None:
@@ -169,4 +218,6 @@ if __name__ == "__main__":
     the_period_follows()
     loads_are_no_movement()
     letting_go_ends_it()
+    second_sums_begin_on_the_way()
+    an_earlier_state_has_no_round_under_way()
     dt.print("rounds under way as written out")

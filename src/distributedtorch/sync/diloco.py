@@ -7,7 +7,7 @@ Travels per round and rank: 2 Psi (N-1)/N, so that much divided by `every` per s
 `drift=d`: the period is doubled or halved so that replicas are between d/2 and d apart in a round, relative to the size
 of the parameters; `every` is then the first period.
 `delay=s`, a word of its own in the plan: a round travels beside the next s steps (`sync/underway.py`).
-`rows=used`: rows of embeddings are averaged over the replicas that used them (`sync/used.py`).
+`rows=used`: rows of embeddings count by how often replicas use them (`sync/used.py`).
 Use it when the link is slow and steps are many: rounds may be hundreds of steps apart. lr=0.7 and momentum=0.9, unless
 said otherwise, are the paper's. Do not use it for short runs: the first rounds hardly move.
 The outer optimizer is the same on all ranks: a checkpoint goes on with it in another world too.

@@ -2,12 +2,13 @@
 
 Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 
-Each rank holds: parameters Psi, gradients Psi, optimizer state K Psi; with a lossy wire also what all last agreed on.
+Each rank holds: parameters Psi, gradients Psi, optimizer state K Psi; with a lossy wire,
+`delay` or `rows=used` also what all last agreed on.
 Travels per round and rank: 2 Psi (N-1)/N, so that much divided by `every` per step.
 `seconds=T`: rounds come about every T seconds; `drift=d`: the period is doubled or halved so that replicas are between
 d/2 and d apart in a round, relative to the size of the parameters; `every` is then the first period.
 `delay=s`, a word of its own in the plan: a round travels beside the next s steps (`sync/underway.py`).
-`rows=used`: rows of embeddings are averaged over the replicas that used them (`sync/used.py`).
+`rows=used`: rows of embeddings count by how often replicas use them (`sync/used.py`).
 Use it when the link is too slow for ddp. The result depends on the number of ranks; for plain SGD `every=1` is ddp.
 """
 

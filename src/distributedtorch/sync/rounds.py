@@ -2,8 +2,8 @@
 
 Where replicas keep what they last agreed on (the anchor), only what they moved since then travels. `drift=d`: the
 period is doubled or halved so that replicas are between d/2 and d apart in a round, relative to the size of the
-parameters. `delay`: a round travels beside the next steps (`sync/underway.py`). `rows=used`: rows of tables are
-averaged over the replicas that used them (`sync/used.py`).
+parameters. `delay`: a round travels beside the next steps (`sync/underway.py`). `rows=used`: rows of tables
+count by how often replicas use them (`sync/used.py`).
 """
 
 from __future__ import annotations
