@@ -99,27 +99,31 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
-def narrow_truth(*, outer: bool) -> list[Tensor]:
+def narrow_truth(*, outer: bool, delay: int = 0) -> list[Tensor]:
     """Rounds every two steps: means in float32, outer parameters kept in it."""
     world = dt.world()
     replicas = [narrow_net() for _ in range(world)]
     optimizers = [sgd(replica) for replica in replicas]
     anchor = [p.detach().float() for p in narrow_net().parameters()]
     speed = [torch.zeros_like(a) for a in anchor]
+    stood: list[list[Tensor]] = []
     for step in range(6):
         narrow_steps(replicas, step, optimizers, 0)
-        if step % 2 == 0:
+        if step % 2:
+            columns = zip(*(r.parameters() for r in replicas), strict=True)
+            stood = [[v.detach().clone() for v in values] for values in columns]
+        if not stood or step % 2 != (1 + delay) % 2:
             continue
         for k, values in enumerate(zip(*(r.parameters() for r in replicas), strict=True)):
-            if outer:
-                start = anchor[k].to(values[0].dtype).float()
-                moved = in_order([(v.detach().float() - start) / world for v in values])
+            start = anchor[k].to(values[0].dtype).float()
+            if outer or delay:
+                moved = in_order([(v.float() - start) / world for v in stood[k]])
                 speed[k] = 0.9 * speed[k] - moved
-                anchor[k] = anchor[k] + 0.7 * moved - 0.7 * 0.9 * speed[k]
+                anchor[k] = anchor[k] + (0.7 * moved - 0.7 * 0.9 * speed[k] if outer else moved)
             else:
-                anchor[k] = in_order([v.detach().float() / world for v in values])
-            for value in values:
-                value.data.copy_(anchor[k])
+                anchor[k] = in_order([v.float() / world for v in stood[k]])
+            for value, before in zip(values, stood[k], strict=True):
+                value.data.copy_(anchor[k].to(value.dtype).float() + (value.detach().float() - before.float()))
     return [p.detach() for p in replicas[dt.rank()].parameters()]
 
 
@@ -132,8 +136,8 @@ def in_order(parts: list[Tensor]) -> Tensor:
 
 def narrow() -> None:
     """Means over bfloat16 replicas are those of float32, rounded once."""
-    for plan in ("local(every=2)", "diloco(every=2)"):
-        truth = narrow_truth(outer="diloco" in plan)
+    for plan in ("local(every=2)", "diloco(every=2)", "local(every=2),delay=1", "diloco(every=2),delay=1"):
+        truth = narrow_truth(outer="diloco" in plan, delay="delay" in plan)
         model = narrow_net()
         model, optimizer = dt.distribute(model, sgd(model), plan=plan)
         for step in range(6):
