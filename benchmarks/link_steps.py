@@ -159,7 +159,8 @@ def joined(files: list[Path]) -> dict[str, Any]:
     """What several runs with one target have stored, as if it were one run."""
     every = [json.loads(file.read_text()) for file in files]
     refuse_others(every)
-    whole: dict[str, Any] = {**every[0], "origin": [one["origin"] for one in every], "variants": {}}
+    origins = [one["origin"] if isinstance(one["origin"], list) else [one["origin"]] for one in every]
+    whole: dict[str, Any] = {**every[0], "origin": [origin for some in origins for origin in some], "variants": {}}
     whole["learning_rates"] = sorted({rate for one in every for rate in one["learning_rates"]})
     for one in every:
         for name, found in one["variants"].items():
