@@ -54,8 +54,12 @@ def plans() -> list[tuple[str, str]]:
     return found
 
 
-def stated(wire: str, model: torch.nn.Module) -> float:
-    """Bytes of the wire's form over those of float32, small parameters as they are."""
+def stated(sync: str, wire: str, model: Gpt, ids: torch.Tensor) -> float:
+    """Bytes of the wire's form over those of float32, small parameters as they are.
+
+    Under ddp only used rows of the token table travel by codes that have something of every number, and a byte for each
+    row that says which they are.
+    """
     each = {
         "bf16": 2.0,
         "fp16": 2.0,
@@ -67,9 +71,14 @@ def stated(wire: str, model: torch.nn.Module) -> float:
         "randomk": 4 * RATIO,
     }
     total = sent = 0.0
+    name, ranks = wire.removeprefix("wire=").split("(")[0], dt.world()
+    rows_only = model.token.weight if sync == "ddp" and name not in ("topk", "randomk", "powersgd") else None
     for param in model.parameters():
-        plain, name = 4.0 * param.numel(), wire.removeprefix("wire=").split("(")[0]
+        plain = 4.0 * param.numel()
         total += plain
+        if param is rows_only:
+            sent += each[name] * len(ids.unique()) * param.shape[1] + len(param) * ranks / 2
+            continue
         if name == "powersgd":
             rows = len(param) if param.dim() > 1 else 1
             thin = 4.0 * RANK * (rows + param.numel() // rows)
@@ -145,9 +154,9 @@ def counted_row(sync: str, wire: str, rests: list[dict[str, float]], *, last: bo
     """What one pair sends; `rests` gets what the job sends while idle."""
     torch.manual_seed(0)
     model: Any = Gpt(layers=6, d=512, vocabulary=8192, length=16, tied=0)
-    ratio, plain = stated(wire, model), due(sync, model, dt.world())
-    model, optimizer = dt.distribute(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=f"{sync},{wire}")
     ids = torch.randint(0, 8192, (1, 17))
+    ratio, plain = stated(sync, wire, model, ids[:, :-1]), due(sync, model, dt.world())
+    model, optimizer = dt.distribute(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=f"{sync},{wire}")
 
     def steps() -> None:
         for _ in range(steps_of(sync)):
