@@ -169,6 +169,8 @@ def joined(files: list[Path]) -> dict[str, Any]:
             known["curves"] |= found["curves"]
             if best_curve(known) != before:
                 known["seeds"] = found["seeds"]
+            elif before and before == best_curve(found):
+                known["seeds"] |= found["seeds"]
     return whole
 
 
