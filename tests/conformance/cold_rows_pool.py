@@ -3,6 +3,7 @@
 `-m tests.conformance.cold_rows_pool FOLDER [WORDS]`: faults raise. `all alike`: every replica counts for as much.
 `from here`: how often rows were used is forgotten. `not saved`: a checkpoint has nothing of it. `plain mean`: what
 other plans begin with. `shared counts double`: in another world. `after the step`: gradients are looked at then.
+`forget`: wires do not keep what they leave out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from distributedtorch.sync.rounds import Rounds
 from distributedtorch.sync.used import UsedRows
 from tests.conformance.loose_pool import adam, compare, every
 from tests.conformance.loose_pool import check as check_rounds
+from tests.conformance.wires_pool import forget
 
 NUMBER, STEPS = 12, 14
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -271,13 +273,13 @@ def wires_leave_out_what_counts() -> None:
     """Once all that a wire has left out has come, replicas are where they would be without the wire."""
     ends = []
     for wire in ("", ",wire=topk(0.1)"):
-        model: nn.Module = nn.Embedding(NUMBER, 4)
+        model: nn.Module = nn.Embedding(NUMBER, 128)  # fewer numbers would travel as they are
         torch.nn.init.zeros_(model.weight)
         model, optimizer = dt.distribute(
             model, torch.optim.Adagrad(model.parameters(), lr=0.1), plan=f"local(every=2,rows=used){wire}"
         )
         for number in range(60):
-            factor = (torch.arange(4.0) + 1) * (number < 8)
+            factor = (torch.arange(128.0) + 1) * (number < 8)
             (model(ids_of(number, dt.rank())) * factor).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -324,7 +326,9 @@ def without_a_table() -> None:
 
 
 def sabotage(what: str) -> None:
-    if what == "all alike":
+    if what == "forget":
+        forget()
+    elif what == "all alike":
         UsedRows.parts = lambda self: {}  # type: ignore[method-assign]
     elif what == "from here":
         parts = UsedRows.parts

@@ -30,6 +30,7 @@ def test_cold_rows(world: int, shared: str, tmp_path: Path) -> None:
         ("not saved", "goes on in another way after dt.load"),
         ("shared counts double", "what all have moved counts more than once"),
         ("after the step", "set()"),
+        ("forget", "what wires have left out"),
     ],
 )
 def test_wrong_ones_are_seen(what: str, said: str, tmp_path: Path) -> None:

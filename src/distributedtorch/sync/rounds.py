@@ -103,8 +103,8 @@ class Rounds(Loose):
             self.used.alike.fill_(False)
         if self.delay:
             slabs = enumerate(self.slabs)
-            sums = [SlabSum(self.comm, self.wire, f"{self.name}/{k}", slab, self._give) for k, slab in slabs]
-            self.under_way = UnderWay([param.detach().clone() for param in self.params], pace, sums)
+            begun = [SlabSum(self.comm, self.wire, f"{self.name}/{k}", slab, self._give) for k, slab in slabs]
+            self.under_way = UnderWay([param.detach().clone() for param in self.params], pace, begun)
             return None
         apart, size = self._move() if self.anchor else self.average(self.wire)
         rows = self.meet(f"{self.name}/drift", [apart, size])
