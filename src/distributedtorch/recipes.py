@@ -148,7 +148,8 @@ def _rounds(kind: Callable[..., Loose]) -> Build:
             if used.counts:
                 options["used"] = used
             elif trained.names:
-                say(world, f"rows=used changes nothing: no embedding is trained with {trained.names[-1]}")
+                what = "no embedding, or only one that another layer uses too,"
+                say(world, f"rows=used changes nothing: {what} is trained with {trained.names[-1]}")
         made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **options)
         world.undo.append(made.close)
         return made

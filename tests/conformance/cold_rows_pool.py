@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def as_written_out() -> None:
     check("local(every=3,rows=used)", ByHand(adagrad, 3).ends(sparse=True), adagrad, sparse=True)
     check("local(every=3,rows=used)", ByHand(rms, 3).ends(), rms)
     check("local(every=2,rows=used)", ByHand(decaying, 2).ends(), decaying)
-    check("diloco(every=3,rows=used)", ByHand(adam, 3, lr=0.7, momentum=0.9).ends())
+    check("diloco(every=3,rows=used)", ByHand(adam, 3, lr=0.7, momentum=0.6).ends())
     check("diloco(every=4,lr=1.0,momentum=0.5,rows=used),delay=1", ByHand(adam, 4, delay=1, momentum=0.5).ends())
 
 
@@ -323,6 +324,13 @@ def optimizers_change_gradients() -> None:
 def without_a_table() -> None:
     """It is said, and changes nothing."""
     check_rounds("local(every=3,rows=used)", every(3))
+    tied = nn.Sequential(OrderedDict(table=nn.Embedding(5, 4), out=nn.Linear(4, 5, bias=False)))
+    tied.out.weight = tied.table.weight  # type: ignore[union-attr]
+    model = nn.Sequential(tied)
+    dt.distribute(model, adam(model), plan="local(every=3,rows=used)")
+    sync = here().loop.members[0].sync
+    assert isinstance(sync, Rounds) and sync.used is None
+    release()
 
 
 def sabotage(what: str) -> None:

@@ -18,7 +18,8 @@ row's gradient when it is used, in the replica and under ddp, if its gradients a
 independently. It is 1/N for a row that all use in every step, and 1 for the only one that ever uses it. Who has never
 used it counts for nothing; where nobody has, all count alike.
 Use it with Adam and its like. With plain SGD the mean is right as it is, and the words are refused. Which rows a step
-uses is read from gradients, which takes a pass over them; in a table that is the output layer too all are used.
+uses is read from gradients, which takes a pass over them. A table that is the output layer too is left as it is: every
+step uses all of that.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class UsedRows:
         self.optimizer = trained.optimizer
         modules = [module for model in trained.models for module in model.modules()]
         tables = {id(one.weight) for one in modules if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+        others = [module for module in modules if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        tables -= {id(param) for module in others for param in module._parameters.values()}
         places = [(k, param) for k, param in enumerate(self.params) if id(param) in tables]
         self.counts = {k: torch.zeros(len(param), dtype=torch.int32, device=param.device) for k, param in places}
         """By table, the steps that have used each row."""
