@@ -117,7 +117,7 @@ def every(k: int, after: int = 0) -> Rule:
     return rule
 
 
-def nesterov(k: int, lr: float = 0.7, momentum: float = 0.9) -> Rule:
+def nesterov(k: int, lr: float = 0.7, momentum: float = 0.6) -> Rule:
     outer = [tensor.detach() for tensor in net().parameters()]
     speed = [torch.zeros_like(tensor) for tensor in outer]
 

@@ -118,8 +118,9 @@ def narrow_truth(*, outer: bool, delay: int = 0) -> list[Tensor]:
             start = anchor[k].to(values[0].dtype).float()
             if outer or delay:
                 moved = in_order([(v.float() - start) / world for v in stood[k]])
-                speed[k] = 0.9 * speed[k] - moved
-                anchor[k] = anchor[k] + (0.7 * moved - 0.7 * 0.9 * speed[k] if outer else moved)
+                speed[k] = 0.6 * speed[k] - moved
+                follow = torch.sub(torch.add(anchor[k], moved, alpha=0.7), speed[k], alpha=0.7 * 0.6)
+                anchor[k] = follow if outer else anchor[k] + moved
             else:
                 anchor[k] = in_order([v.float() / world for v in stood[k]])
             for value, before in zip(values, stood[k], strict=True):
@@ -215,8 +216,8 @@ def in_two_worlds(before: int, after: int, *, late: bool = False) -> Iterator[Te
             zip(zip(*(r.parameters() for r in replicas), strict=True), stood, strict=True)
         ):
             moved = sum(v - outer[k] for v in there) / len(there)
-            speed[k] = 0.9 * speed[k] - moved
-            outer[k] = outer[k] + 0.7 * (moved - 0.9 * speed[k])
+            speed[k] = 0.6 * speed[k] - moved
+            outer[k] = outer[k] + 0.7 * (moved - 0.6 * speed[k])
             for value, before_ in zip(values, there, strict=True):
                 value.data.copy_(outer[k] + (value.data - before_))
         stood.clear()

@@ -65,7 +65,7 @@ def as_written_out() -> None:
     check("local(every=2),delay=1,accumulate=2", late(2, 1), window=2)
     check("local(every=3),delay=1", late(3, 1, norm=True), sgd, norm=True)
     check("local(every=3,after=4),delay=2", late(3, 2, after=4), together_for=4)
-    check("diloco(every=3),delay=2", late(3, 2, lr=0.7, momentum=0.9))
+    check("diloco(every=3),delay=2", late(3, 2, lr=0.7, momentum=0.6))
     check("diloco(every=4,lr=1.0,momentum=0.5),delay=1", late(4, 1, lr=1.0, momentum=0.5))
 
 

@@ -321,8 +321,8 @@ def in_rounds(wire: str, by_hand: ByHand | None = None, *, outer: bool = False, 
         if stood and step % 2 == (1 + delay) % 2:
             for index, change in total_of.items():
                 if outer:
-                    speed[index] = 0.9 * speed[index] - change
-                    change = 0.7 * (change - 0.9 * speed[index])
+                    speed[index] = 0.6 * speed[index] - change
+                    change = 0.7 * (change - 0.6 * speed[index])
                 anchor[index] += change
             for replica, one in zip(replicas, stood, strict=True):
                 for param, was, value in zip(list(replica.parameters())[::-1], one, anchor, strict=True):

@@ -8,8 +8,9 @@ Travels per round and rank: 2 Psi (N-1)/N, so that much divided by `every` per s
 of the parameters; `every` is then the first period.
 `delay=s`, a word of its own in the plan: a round travels beside the next s steps (`sync/underway.py`).
 `rows=used`: rows of embeddings count by how often replicas use them (`sync/used.py`).
-Use it when the link is slow and steps are many: rounds may be hundreds of steps apart. lr=0.7 and momentum=0.9, unless
-said otherwise, are the paper's. Do not use it for short runs: the first rounds hardly move.
+Use it when the link is slow and steps are many: rounds may be hundreds of steps apart. lr=0.7 is the paper's; momentum,
+unless said otherwise, is 0.6: the paper's 0.9 is for more replicas and longer runs, and was worse than plain means in
+what was measured (docs/choosing.md). Do not use it for runs of few rounds.
 The outer optimizer is the same on all ranks: a checkpoint goes on with it in another world too.
 """
 
@@ -45,7 +46,7 @@ class Diloco(Rounds):
         *,
         every: int,
         lr: float = 0.7,
-        momentum: float = 0.9,
+        momentum: float = 0.6,
         drift: float | None = None,
         delay: int = 0,
         used: UsedRows | None = None,
