@@ -1,7 +1,7 @@
 """Training over a slow link: seconds to one target loss at 100 Mbit/s and 1 Gbit/s, beside torch's own and torchft.
 
     python -m benchmarks.slow_link [--plans ddp "diloco(every=32)" ...] [--peers NAMES] [--rates 100mbit 1gbit]
-                                   [--rounds 6] [--search 0] [--confirm] [--quick]
+                                   [--rounds 6] [--search 0] [--confirm] [--out FILE] [--quick]
 
 Two network namespaces as hosts, one rank of one thread on each, the GPT of 27M parameters with 4 x 128 tokens a rank;
 AdamW, float32. The data are a made-up language (benchmarks/language.py), the same global batches for every variant.
@@ -30,6 +30,7 @@ import argparse
 import json
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks import link_table
@@ -107,6 +108,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--search", type=int, default=0, help="time all so often first, and only the best after that")
     parser.add_argument("--confirm", action="store_true", help="train the soonest as a whole too")
+    parser.add_argument("--out", type=Path, default=RESULTS / "slow_link.json")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 2 rounds: does everything run?")
     return parser.parse_args()
 
@@ -116,9 +118,8 @@ class Run:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.setting = TINY if given.quick else SETTINGS["work"]
-        folder = HOMES if given.quick else RESULTS
-        self.out = folder / "slow_link.json"
-        learned = json.loads((folder / "link_steps.json").read_text())
+        self.out = HOMES / "slow_link.json" if given.quick else given.out
+        learned = json.loads(((HOMES if given.quick else RESULTS) / "link_steps.json").read_text())
         if (learned["setting"], learned.get("recipe")) != (vars(self.setting), RECIPE):
             raise SystemExit("link_steps.json is of another model or schedule\n  do: run benchmarks.link_steps again")
         self.variants = {IDEAL: Variant(file="alone"), IDEAL_KEPT: Variant(file="alone", kept=True)}

@@ -145,11 +145,12 @@ def _rounds(kind: Callable[..., Loose]) -> Build:
         options: dict[str, Any] = {**plan.options(plan.sync), "delay": plan.delay}
         if options.pop("rows", "all") == "used":
             used = UsedRows(trained, world.comm)
+            for name in used.tied:
+                say(world, f"rows=used leaves {name} as it is: an nn.Linear has it too, every step uses all its rows")
             if used.counts:
                 options["used"] = used
-            elif trained.names:
-                what = "no embedding, or only one that another layer uses too,"
-                say(world, f"rows=used changes nothing: {what} is trained with {trained.names[-1]}")
+            elif trained.names and not used.tied:
+                say(world, f"rows=used changes nothing: no embedding is trained with {trained.names[-1]}")
         made = kind(trained, world.comm, wire(plan, world), world.loop.meet, **options)
         world.undo.append(made.close)
         return made

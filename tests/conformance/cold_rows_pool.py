@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -324,13 +323,45 @@ def optimizers_change_gradients() -> None:
 def without_a_table() -> None:
     """It is said, and changes nothing."""
     check_rounds("local(every=3,rows=used)", every(3))
-    tied = nn.Sequential(OrderedDict(table=nn.Embedding(5, 4), out=nn.Linear(4, 5, bias=False)))
-    tied.out.weight = tied.table.weight  # type: ignore[union-attr]
-    model = nn.Sequential(tied)
+    model = nn.ModuleDict({"table": nn.Embedding(5, 4), "out": nn.Linear(4, 5, bias=False)})
+    model["out"].weight = model["table"].weight
+    assert counted(model) is None
+    release()
+
+
+def which_tables_count() -> None:
+    """Not those that a Linear has too; those of two embeddings do, and of parts that hold a table without using it."""
+    model = nn.ModuleDict({name: nn.Embedding(5, 4) for name in ("first", "second", "third")})
+    model["out"] = nn.Linear(4, 5, bias=False)
+    model["out"].weight, model["second"].weight = model["third"].weight, model["first"].weight
+    model["more"] = nn.ParameterList([model["first"].weight])
+    used = counted(model)
+    assert used is not None and [id(used.params[k]) for k in used.counts] == [id(model["first"].weight)]
+    release()
+
+
+def counted(model: nn.Module) -> UsedRows | None:
     dt.distribute(model, adam(model), plan="local(every=3,rows=used)")
     sync = here().loop.members[0].sync
-    assert isinstance(sync, Rounds) and sync.used is None
-    release()
+    assert isinstance(sync, Rounds)
+    return sync.used
+
+
+def used_by_all() -> None:
+    """Rows that every replica uses in every step: the plain mean."""
+    ends = []
+    for words in ("", ",rows=used"):
+        torch.manual_seed(3)
+        model: nn.Module = nn.Embedding(5, 4)
+        model, optimizer = dt.distribute(model, adam(model), plan=f"local(every=2{words})")
+        for number in range(6):
+            draw = torch.Generator().manual_seed(10 * number + dt.rank())
+            (model.weight * torch.randn(5, 4, generator=draw)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([model.weight.detach().clone()])
+        release()
+    compare("rows that all use", *ends)
 
 
 def sabotage(what: str) -> None:
@@ -390,4 +421,6 @@ if __name__ == "__main__":
     optimizers_change_gradients()
     for_sgd_it_is_refused()
     without_a_table()
+    which_tables_count()
+    used_by_all()
     dt.print("cold rows as written out")

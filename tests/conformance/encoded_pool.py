@@ -259,7 +259,7 @@ def fewer_bytes() -> None:
     for plan in ("zero3", "zero3,wire=int8"):
         model = net()
         optimizer = adamw(list(model.parameters()))
-        before = here().comm.traffic["gather"].bytes_sent  # what dt.distribute begins to gather counts too
+        before = here().comm.traffic["gather"].bytes_sent  # dt.distribute begins the first gather
         dt.distribute(model, optimizer, plan=plan)
         train(model, optimizer)
         here().comm.barrier()

@@ -119,8 +119,10 @@ def narrow_truth(*, outer: bool, delay: int = 0) -> list[Tensor]:
             if outer or delay:
                 moved = in_order([(v.float() - start) / world for v in stood[k]])
                 speed[k] = 0.6 * speed[k] - moved
-                follow = torch.sub(torch.add(anchor[k], moved, alpha=0.7), speed[k], alpha=0.7 * 0.6)
-                anchor[k] = follow if outer else anchor[k] + moved
+                if outer:  # rounded in this order: otherwise some of the halves of bfloat16 go the other way
+                    anchor[k] = anchor[k].add(moved, alpha=0.7).sub(speed[k], alpha=0.7 * 0.6)
+                else:
+                    anchor[k] = anchor[k] + moved
             else:
                 anchor[k] = in_order([v.float() / world for v in stood[k]])
             for value, before in zip(values, stood[k], strict=True):

@@ -9,8 +9,8 @@ of the parameters; `every` is then the first period.
 `delay=s`, a word of its own in the plan: a round travels beside the next s steps (`sync/underway.py`).
 `rows=used`: rows of embeddings count by how often replicas use them (`sync/used.py`).
 Use it when the link is slow and steps are many: rounds may be hundreds of steps apart. lr=0.7 is the paper's; momentum,
-unless said otherwise, is 0.6: the paper's 0.9 is for more replicas and longer runs, and was worse than plain means in
-what was measured (docs/choosing.md). Do not use it for runs of few rounds.
+unless said otherwise, is 0.6: with two replicas the paper's 0.9 was worse than plain means (docs/choosing.md). Do not
+use it for a dozen rounds: `local` is better there.
 The outer optimizer is the same on all ranks: a checkpoint goes on with it in another world too.
 """
 

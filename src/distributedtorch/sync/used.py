@@ -18,8 +18,8 @@ row's gradient when it is used, in the replica and under ddp, if its gradients a
 independently. It is 1/N for a row that all use in every step, and 1 for the only one that ever uses it. Who has never
 used it counts for nothing; where nobody has, all count alike.
 Use it with Adam and its like. With plain SGD the mean is right as it is, and the words are refused. Which rows a step
-uses is read from gradients, which takes a pass over them. A table that is the output layer too is left as it is: every
-step uses all of that.
+uses is read from gradients, which takes a pass over them. A table that an `nn.Linear` has too (an output layer) is left
+as it is, and that is said: every step uses all of its rows.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class UsedRows:
         self.comm, self.name, self.params = comm, f"round/{trained.name}/used", trained.params
         self.optimizer = trained.optimizer
         modules = [module for model in trained.models for module in model.modules()]
-        tables = {id(one.weight) for one in modules if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
-        others = [module for module in modules if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-        tables -= {id(param) for module in others for param in module._parameters.values()}
-        places = [(k, param) for k, param in enumerate(self.params) if id(param) in tables]
+        tables = {id(one._parameters["weight"]) for one in modules if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+        outputs = {id(one._parameters.get("weight")) for one in modules if isinstance(one, nn.Linear)}
+        both, places = tables & outputs, list(enumerate(self.params))
+        self.tied = [trained.names[k] for k, param in places if id(param) in both]
+        """Tables that are output layers too."""
+        places = [(k, param) for k, param in places if id(param) in tables - outputs]
         self.counts = {k: torch.zeros(len(param), dtype=torch.int32, device=param.device) for k, param in places}
         """By table, the steps that have used each row."""
         self.steps = torch.zeros((), dtype=torch.int64)
