@@ -50,10 +50,10 @@ class UsedRows:
         modules = [module for model in trained.models for module in model.modules()]
         tables = {id(one._parameters["weight"]) for one in modules if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
         outputs = {id(one._parameters.get("weight")) for one in modules if isinstance(one, nn.Linear)}
-        both, places = tables & outputs, list(enumerate(self.params))
-        self.tied = [trained.names[k] for k, param in places if id(param) in both]
+        named = zip(trained.names, self.params, strict=True)
+        self.tied = [name for name, param in named if id(param) in tables & outputs]
         """Tables that are output layers too."""
-        places = [(k, param) for k, param in places if id(param) in tables - outputs]
+        places = [(k, param) for k, param in enumerate(self.params) if id(param) in tables - outputs]
         self.counts = {k: torch.zeros(len(param), dtype=torch.int32, device=param.device) for k, param in places}
         """By table, the steps that have used each row."""
         self.steps = torch.zeros((), dtype=torch.int64)
