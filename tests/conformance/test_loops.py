@@ -49,8 +49,8 @@ def test_loops_end_as_in_one_process(world: int, plans: tuple[str, ...], shared:
         ("ranks_count_equally", "clip_by_value", "ddp"),
         ("local_norms", "clip_by_other_norms", "zero1"),
         ("gradients_stay_local", "l2_in_the_loss", "ddp"),
-        ("rows_stay_local", "tables_under_adagrad", "ddp"),
-        ("decisions_stay_local", "plateau_on_local_losses", "zero1"),
+        pytest.param("rows_stay_local", "tables_under_adagrad", "ddp", marks=pytest.mark.long),
+        pytest.param("decisions_stay_local", "plateau_on_local_losses", "zero1", marks=pytest.mark.long),
         ("edits_stay_unseen", "clamp_weights_after_step", "zero2,share"),
     ],
 )

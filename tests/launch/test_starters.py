@@ -39,7 +39,7 @@ def same(path, weights):
 @pytest.mark.parametrize(
     ("command", "source"),
     [
-        ([sys.executable, TRAIN, "weights", "2"], "call"),
+        pytest.param([sys.executable, TRAIN, "weights", "2"], "call", marks=pytest.mark.long),
         ([sys.executable, "-m", "distributedtorch", "run", "--workers", "2", TRAIN, "weights"], "command line"),
         ([sys.executable, *TORCHRUN, TRAIN, "weights"], "torchrun"),
         pytest.param([*MPIRUN, sys.executable, TRAIN, "weights"], "mpirun", marks=needs_mpirun),
