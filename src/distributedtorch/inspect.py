@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import LaunchError, UsageError, explain
@@ -57,12 +59,30 @@ def sort(objects: Sequence[Any], known: Sequence[Any]) -> Given:
         elif isinstance(thing, LRScheduler):
             given.schedulers.append(thing)
         elif hasattr(thing, "__iter__") and not isinstance(thing, (str, bytes, dict, torch.Tensor)):
+            _refuse_no_loader(thing, position)
             given.loaders.append(thing)
         else:
             needed = "models, optimizers, loaders and schedulers"
             do = "pass only those; schedulers must be torch.optim.lr_scheduler.LRScheduler"
             raise UsageError(explain(f"argument {position + 1} is a {type(thing).__name__}", needed, do))
     return given
+
+
+_NOT_BATCHES = (nn.Module, Optimizer, LRScheduler, nn.Parameter, DataLoader, Loader)
+
+
+def _refuse_no_loader(thing: Any, position: int) -> None:
+    """Refuse what can be walked over but yields no batches: a list of optimizers, `model.parameters()`."""
+    listed = thing if type(thing) in (list, tuple) else ()
+    inside = next((one for one in listed if isinstance(one, _NOT_BATCHES)), None)
+    if inside is not None:
+        said = f"argument {position + 1} is a {type(thing).__name__} with a {type(inside).__name__} in it"
+        do = "pass its elements one by one: dt.distribute(model, *optimizers, *loaders)"
+        raise UsageError(explain(said, "models, optimizers, loaders and schedulers", do))
+    if getattr(thing, "__qualname__", "").startswith("Module."):
+        said = f"argument {position + 1} is a generator ({thing.__qualname__})"
+        do = "pass the model, and the optimizer made of its parameters"
+        raise UsageError(explain(said, "models, optimizers, loaders and schedulers", do))
 
 
 def check(given: Given, models: Sequence[nn.Module], earlier: Sequence[Optimizer], world: int, *, plain: bool) -> None:
@@ -86,6 +106,10 @@ def _check_model(model: nn.Module, world: int) -> None:
     if kind in _WRAPPERS or hasattr(model, "_fsdp_state") or "FSDP" in kind:
         do = "pass the plain model: dt.distribute does what the wrapper does"
         raise UsageError(explain(f"the model is wrapped in {kind}", "a plain nn.Module", do))
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        do = "run one batch through the model before dt.distribute and before the optimizer is made"
+        raise UsageError(explain(f"parameter {lazy!r} has no size yet (nn.LazyLinear or its like)", "known sizes", do))
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) > 1:
         do = "model.to(one device) before dt.distribute"
