@@ -61,6 +61,13 @@ def test_broken_builds_are_caught(sabotage: str, loop: str, plan: str, tmp_path:
 
 
 @pytest.mark.timeout(120)
+def test_replicas_that_part_are_named(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"differs between ranks after step \d+: .* on rank 0, .* on rank 1"):
+        pool = ("tests.conformance.loops_pool", "DONE", "plans=ddp", "l2_in_the_loss")
+        run(2, tmp_path, "tests.conformance.sabotage", "gradients_stay_local,watched", *pool)
+
+
+@pytest.mark.timeout(120)
 def test_ranks_that_stop_at_different_steps_are_caught(tmp_path: Path) -> None:
     loop = "early_stop_on_local_losses"
     with pytest.raises(AssertionError, match=r"every rank (to make the same calls|takes every batch)"):

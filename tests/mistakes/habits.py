@@ -473,4 +473,72 @@ loader = [(xs[:4], ys[:4])] * 3
         + CALL
         + LOOP.replace("model(x)", "(model.high if float(xs.mean()) > 9 else model.low)(x)"),
     ),
+    refused(
+        "a layer is drawn anew between two epochs",
+        CALL + LOOP + "\nnn.init.normal_(model[2].weight)\n" + LOOP,
+        "'2.weight' differs between ranks after step 4",
+        "nn.init",
+        before="exit 0, replicas apart by the size of the layer",
+        plans=("ddp", "zero2"),
+    ),
+    right(
+        "noise is added to weights, from a seed",
+        CALL
+        + """
+noise = torch.Generator().manual_seed(3)
+"""
+        + LOOP
+        + """
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.01 * torch.randn(p.shape, generator=noise))
+""",
+    ),
+    refused(
+        "the learning rate follows each rank's own loss",
+        CALL
+        + """
+for epoch in range(4):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1 * loss.item()
+""",
+        "lr of group 0 of SGD differs between ranks",
+        "dt.mean(loss)",
+        before="exit 0, weights differ by 4e-3",
+        plans=("ddp", "zero2"),
+    ),
+    refused(
+        "a loss made of gradients, as in MAML",
+        CALL
+        + """
+for x, y in loader:
+    params = dict(model.named_parameters())
+    inner = F.cross_entropy(model(x), y)
+    grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+    fast = {name: p - 0.1 * g for (name, p), g in zip(params.items(), grads)}
+    optimizer.zero_grad()
+    F.cross_entropy(torch.func.functional_call(model, fast, (x,)), y).backward()
+    optimizer.step()
+""",
+        "torch.autograd.grad with create_graph=True",
+        before="exit 0, weights differ by 0.05",
+    ),
+    right(
+        "a product with the Hessian is looked at beside the loss",
+        CALL
+        + """
+for x, y in loader:
+    params = list(model.parameters())
+    loss = F.cross_entropy(model(x), y)
+    grads = torch.autograd.grad(loss, params, create_graph=True)
+    torch.autograd.grad(sum(g.sum() for g in grads), params)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
+    ),
 ]
