@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.core.loss import Kind, kind
+from distributedtorch.core.loss import Kind, over_rows
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.launch.start import join_world
 from distributedtorch.run import RUN
@@ -130,7 +130,7 @@ def weight(loss: Tensor, n: float | Tensor, *, sum: bool = False) -> Tensor:
 def _check_weighted(loss: Tensor, *, summed: bool) -> None:
     """Refuse a sum that is said to be a mean, and the reverse, where the graph shows it."""
     rows = here().loop.rows
-    found = kind(loss, 0 if rows is None else int(rows.mine))
+    found = over_rows(loss, 0 if rows is None else int(rows.mine))
     if found is (Kind.MEAN if summed else Kind.SUM):
         call, needed = ("dt.weight(loss, n, sum=True)", "sum") if summed else ("dt.weight(loss, n)", "mean")
         do = "take reduction='sum', or leave sum=True out" if summed else "pass loss / n, or say sum=True"

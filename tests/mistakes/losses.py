@@ -1,4 +1,4 @@
-"""Losses: sums, means over uneven units, roots and logs of means, weights said by hand; batches whose rows are not first."""
+"""Losses: sums, means over uneven units, roots of means, weights said by hand; batches whose rows are not first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from tests.mistakes.table import Script
 
 GIVEN = "model, optimizer, loader = dt.distribute(model, optimizer, DataLoader(data, batch_size={}, shuffle=True))\n"
 NORM = """
-model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+first, last = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh()], [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)]
+model = nn.Sequential(*first, *last)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 """
 CAPTIONS = """
@@ -29,6 +30,7 @@ def loop(batch: int, loss: str, before: str = "") -> str:
 
 HOT = "hot = F.one_hot(y, 3).double()"
 EACH = "each = F.cross_entropy(out, y, reduction='none')"
+DICE = HOT + "\np = out.softmax(1)"
 RIGHT = {
     "a negated mean": ("-out[range(len(y)), y].mean()", ""),
     "half a mean": ("0.5 * F.mse_loss(out, hot)", HOT),
@@ -59,7 +61,10 @@ RIGHT = {
     ),
     "focal by hand": ("((1 - torch.exp(-each)) ** 2 * each).mean()", EACH),
     "a policy's loss": ("-(F.log_softmax(out, 1)[range(len(y)), y] * (x[:, 0] - 0.2)).mean()", ""),
-    "an autoencoder's loss": ("(out - hot).square().sum() / len(x) + 0.1 * kl / len(x)", HOT + "\nkl = out.exp().sum()"),
+    "an autoencoder's loss": (
+        "(out - hot).square().sum() / len(x) + 0.1 * kl / len(x)",
+        HOT + "\nkl = out.exp().sum()",
+    ),
     "reduced over all dimensions by name": ("(out - hot).square().mean(dim=(0, 1))", HOT),
     "huber": ("F.huber_loss(out, hot) + F.smooth_l1_loss(out, hot) + F.l1_loss(out, hot)", HOT),
     "logits with weights of classes": (
@@ -70,7 +75,10 @@ RIGHT = {
         "F.triplet_margin_loss(out, hot, hot + 1) + F.cosine_embedding_loss(out, hot, torch.ones(len(x)))",
         HOT,
     ),
-    "dice of each row": ("(1 - (2 * (p * hot).sum(1) + 1) / ((p + hot).sum(1) + 1)).mean()", HOT + "\np = out.softmax(1)"),
+    "dice of each row": (
+        "(1 - (2 * (p * hot).sum(1) + 1) / ((p + hot).sum(1) + 1)).mean()",
+        DICE,
+    ),
     "L1 and L2": (
         "F.cross_entropy(out, y) + 1e-2 * sum(p.abs().sum() for p in model.parameters())"
         " + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())",
@@ -97,8 +105,17 @@ RIGHT = {
     ),
     "a mean over chosen columns": ("out[:, :2].square().mean() + out[:, torch.tensor([True, False, True])].mean()", ""),
     "a flooded loss": ("(F.cross_entropy(out, y) - 0.01).abs() + 0.01", ""),
-    "masked evenly": ("(each * m).sum() / m.sum() + (out * hot)[hot > 0].mean()", EACH + "\n" + HOT + "\nm = y * 0 + 2"),
+    "masked evenly": (
+        "(each * m).sum() / m.sum() + (out * hot)[hot > 0].mean()",
+        EACH + "\n" + HOT + "\nm = y * 0 + 2",
+    ),
 }
+REFUSED = (
+    "a mean over classes of means over rows",
+    "two heads stacked",
+    "a mean whose sum is taken again",
+    "pulled to where it began",
+)
 SUM, MEAN, BENT = ("sum over rows",), ("unevenly many",), ("not a mean over rows",)
 WRONG = {
     "a negated sum": ("-torch.sum(each)", EACH, "weights differ by 1e-1", SUM),
@@ -139,24 +156,35 @@ WRONG = {
     "a product of means": ("F.cross_entropy(out, y) * F.mse_loss(out, hot)", HOT, "weights differ by 1e-3", BENT),
     "dice of the batch": (
         "1 - (2 * (p * hot).sum() + 1) / (p.sum() + hot.sum() + 1)",
-        HOT + "\np = out.softmax(1)",
+        DICE,
         "weights differ by 1e-3",
         BENT,
     ),
     "the spread of the batch": ("F.cross_entropy(out, y) - 0.1 * out.std()", "", "weights differ by 1e-3", BENT),
-    "a masked mean": ("(each * m).sum() / m.sum()", EACH + "\nm = (x[:, 0] > 0) * 2 + 1", "weights differ by 1e-2", MEAN),
+    "a masked mean": (
+        "(each * m).sum() / m.sum()",
+        EACH + "\nm = (x[:, 0] > 0) * 2 + 1",
+        "weights differ by 1e-2",
+        MEAN,
+    ),
     "a masked mean of flat numbers": (
         "(f * m).sum() / m.sum().clamp(min=1)",
         "f, m = (out - 1).square().flatten(), (x[:, :3] > 0).flatten()",
         "weights differ by 1e-2",
         MEAN,
     ),
-    "a mean over chosen rows": ("F.mse_loss(out[m], out[m] * 0 + 1)", "m = x[:, 0] > -0.5", "weights differ by 1e-2", MEAN),
+    "a mean over chosen rows": (
+        "F.mse_loss(out[m], out[m] * 0 + 1)",
+        "m = x[:, 0] > -0.5",
+        "weights differ by 1e-2",
+        MEAN,
+    ),
     "a mean over chosen numbers": ("(out - 1).square()[m].mean()", "m = x[:, :3] > 0", "weights differ by 1e-2", MEAN),
     "weights of samples": ("F.mse_loss(out, hot, weight=x.abs()[:, :3])", HOT, "weights differ by 1e-2", MEAN),
 }
 WEIGHTED = """
-model, optimizer, loader = dt.distribute(model, optimizer, DataLoader(data, batch_size={batch}, shuffle=True), plan="{plan}")
+loader = DataLoader(data, batch_size={batch}, shuffle=True)
+model, optimizer, loader = dt.distribute(model, optimizer, loader, plan="{plan}")
 done = 0
 for _ in range(2):
     for x, y in loader:
@@ -168,9 +196,80 @@ for _ in range(2):
             optimizer.zero_grad()
 """
 ODD = "dt.world() > 1 or done % 3 in (0, 2)"  # 8, 8 and 4 rows: the window ends with the epoch
+TIME = """
+batches = [(torch.randn(9, n, 4), torch.randn(9, n, 3)) for n in (5, 7, 2, 6)]
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = {body}, nn.Linear(4, 3)
+    def forward(self, x, *more):
+        out = self.body(x, *more)
+        return self.head(out[0] if isinstance(out, tuple) else out)
+model = Tagger()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+"""
+STEP = "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+LSTM, GRU, LAYER = "nn.LSTM(4, 4, 2)", "nn.GRU(4, 4)", "nn.TransformerEncoderLayer(4, 2, 8, 0.0)"
+TAKEN = "model, optimizer, loader = dt.distribute(model, optimizer, {}{})\n"
+WALK = "for x, y in loader:\n    loss = F.mse_loss(model(x), y)\n" + STEP
+
+
+def timed(body: str, given: str, said: str, walk: str = WALK) -> str:
+    """A script over finished batches of sequences."""
+    return TIME.format(body=body) + TAKEN.format(given, said) + walk
+
+
+FIELDS = "[{'x': x, 'n': torch.full((x.shape[1],), 9.0), 'y': [y, 'text']} for x, y in batches]"
+FIELDS_WALK = "for b in loader:\n    loss = ((model(b['x']) - b['y'][0]).square().sum((0, 2)) / b['n']).mean()\n" + STEP
+STATES = "[(x.transpose(0, 1), torch.randn(1, x.shape[1], 4), y.transpose(0, 1).numpy()) for x, y in batches]"
+STATES_WALK = "for x, h, y in loader:\n    loss = F.mse_loss(model(x, h), torch.from_numpy(y))\n" + STEP
+TURNED = "[(x.transpose(0, 1), y.transpose(0, 1)) for x, y in batches]"
+TURNED_WALK = "for x, y in loader:\n    loss = F.mse_loss(model(x.transpose(0, 1)), y.transpose(0, 1))\n" + STEP
+PADDED = """DataLoader(
+    [(torch.randn(3 + k % 5, 4), k / 20.0) for k in range(20)], 6,
+    collate_fn=lambda rows: (nn.utils.rnn.pad_sequence([r[0] for r in rows]), torch.tensor([r[1] for r in rows])))"""
+PADDED_WALK = "for x, y in loader:\n    loss = F.mse_loss(model(x)[0].sum(-1), y)\n" + STEP
+PACKED_WALK = (
+    """for x, y in loader:
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((x.shape[1],), len(x)))
+    loss = F.mse_loss(model.head(model.body(packed)[1][0][-1]), y[-1])
+"""
+    + STEP
+)
+DIM = ", batch_dim={}"
+TIMES = [
+    ("time first, said", timed(LSTM, "batches", DIM.format(1)), "another computation", ()),
+    ("time first, said, in a transformer", timed(LAYER, "batches", DIM.format(1)), "another computation", ()),
+    ("time first, said, fields of one dimension", timed(LSTM, FIELDS, DIM.format(1), FIELDS_WALK), "refused", ()),
+    (
+        "rows in another dimension of each tensor",
+        timed("nn.GRU(4, 4, batch_first=True)", STATES, DIM.format((0, 1, 0)), STATES_WALK),
+        "refused",
+        (),
+    ),
+    ("time first, not said", timed(LSTM, "batches", ""), "weights differ by 1e-2", ("batch_dim=1",)),
+    ("time first, not said, in a transformer", timed(LAYER, "batches", ""), "weights differ", ("batch_dim=1",)),
+    ("time first, not said, packed", timed(LSTM, "batches", "", PACKED_WALK), "weights differ", ("batch_dim=1",)),
+    ("rows first, turned in the loop", timed(GRU, TURNED, "", TURNED_WALK), "right", ()),
+    ("rows first, turned in the loop, said", timed(GRU, TURNED, DIM.format(0), TURNED_WALK), "right", ()),
+    ("sequences padded by the DataLoader, time first", timed(GRU, PADDED, "", PADDED_WALK), "right", ()),
+    ("sequences padded by the DataLoader, said", timed(GRU, PADDED, DIM.format(1), PADDED_WALK), "right", ()),
+    ("a dimension for too few tensors", timed(LSTM, "batches", DIM.format((1,))), "no such argument", ("2 tensors",)),
+    ("a dimension that is none", timed(LSTM, "batches", ", batch_dim=-1"), "no such argument", ("batch_dim=-1",)),
+]
+ALL = ("ddp", "zero2", "zero3")
+UNLIKE = ((6, 1, "weights differ by 6e-2 at 3 ranks"), (10, 1, "right"), (5, 0, "not a number"))
 
 SCRIPTS = [
-    *(Script(name=name, body=loop(6, *given), before="right") for name, given in RIGHT.items()),
+    *(
+        Script(
+            name=name,
+            body=loop(6, *given),
+            before="refused" if name in REFUSED else "right",
+            plans=ALL if "model" in given[0] else ("ddp",),
+        )
+        for name, given in RIGHT.items()
+    ),
     *(
         Script(name=name, body=loop(12, loss, lines), before=before, says=says, plans=("ddp",))
         for name, (loss, lines, before, says) in WRONG.items()
@@ -178,11 +277,10 @@ SCRIPTS = [
     *(
         Script(
             name=f"captions of unlike lengths over BatchNorm, {batch} rows, at least {least} tokens",
-            body=f"{NORM}model, optimizer, loader = dt.distribute(model, optimizer, DataLoader(data, batch_size={batch}))"
-            + CAPTIONS.format(least=least),
+            body=NORM + GIVEN.format(batch) + CAPTIONS.format(least=least),
             before=before,
         )
-        for batch, least, before in ((6, 1, "weights differ by 6e-2 at 3 ranks"), (10, 1, "right"), (5, 0, "not a number"))
+        for batch, least, before in UNLIKE
     ),
     *(
         Script(name=name, body=WEIGHTED.format(batch=batch, plan=plan, acts=acts), before="no such argument")
@@ -192,5 +290,9 @@ SCRIPTS = [
             ("a sum that is said, in windows", 2, "accumulate=2", "dt.world() > 1 or done % 2 == 0"),
             ("a sum that is said, in windows that end with the epoch", 8, "accumulate=2", ODD),
         )
+    ),
+    *(
+        Script(name=name, body=body, before=before, says=says, plans=("ddp",) if says else ALL)
+        for name, body, before, says in TIMES
     ),
 ]

@@ -83,7 +83,7 @@ def read(roots: Sequence[Tensor], world: int, rows: int) -> Seen:
     return Seen(kept=sum(reader.kept) if reader.kept else None, counts=tuple(reader.counts))
 
 
-def kind(loss: Tensor, rows: int) -> Kind:
+def over_rows(loss: Tensor, rows: int) -> Kind:
     """What a loss is, as far as its graph tells."""
     return Kind.BLIND if loss.grad_fn is None else _Reader(rows).number((loss.grad_fn, loss.output_nr))
 
@@ -191,7 +191,7 @@ class _Reader:
             if stem not in ("Unbind", "Select", "Slice"):
                 continue
             inner = shape[1:] if stem == "Slice" else shape
-            whole = len(node._input_metadata) if stem == "Unbind" else tuple(node._saved_self_sym_sizes)[0]
+            whole = len(node._input_metadata) if stem == "Unbind" else int(node._saved_self_sym_sizes[0])
             if _dims(node, len(inner) + 1) != (0,) or (stem == "Slice" and shape[0] != 1):
                 continue
             if whole != self.rows or inner[:1] == (self.rows,):
@@ -379,7 +379,7 @@ def _digits(value: float) -> int:
 def _stem(node: Any) -> str:
     """The name of the operation; empty for a leaf."""
     name: str = node.name()
-    return "" if name.endswith("AccumulateGrad") else name.split("Backward")[0]
+    return "" if name.endswith("AccumulateGrad") else name.partition("Backward")[0]
 
 
 def _parents(node: Any) -> list[Link]:
