@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,15 @@ import torch
 from distributedtorch import apart, attach, behind, filling, guard, inspect, precision, recipes, report
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.blocks import check_named
-from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.core.errors import LaunchError, UsageError, explain
 from distributedtorch.core.plan import Plan, resolve, sources
 from distributedtorch.core.world import World, here
 from distributedtorch.data.balance import Balance
 from distributedtorch.data.cursor import Share
+from distributedtorch.data.cut import rows_first
 from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream, serve_all_loaders
+from distributedtorch.data.whole import watch_dims
 from distributedtorch.launch import fork, heap, reserve
 from distributedtorch.launch.adopt import check as check_group
 from distributedtorch.launch.adopt import unwrapped
@@ -38,6 +40,7 @@ def distribute(
     plan: str | Plan | None = None,
     workers: int | None = None,
     weights: str | os.PathLike[str] | None = None,
+    batch_dim: int | Sequence[int] | None = None,
 ) -> Any:
     """Distribute a training loop: give its models, optimizers, loaders and schedulers, and go on with what comes back.
 
@@ -48,6 +51,10 @@ def distribute(
         weights: A .safetensors file, or a folder with some, to fill the model from. A model on the meta device is
             filled from it, or by its modules' own initialisers, a module at a time: under zero3 no rank ever holds
             more than its share and one block.
+        batch_dim: Which dimension of a batch's tensors has its rows, for loaders that only hand out whole batches
+            (a list of batches, a class of your own): 1 where time is first (a tensor of one dimension has its rows in
+            that), or one number for each tensor of a batch, in order. Without it, the first. A torch DataLoader needs
+            none: its rows are divided before they are put together.
 
     Returns:
         The same objects in the same order: models, optimizers and schedulers are the ones given, rewired in place;
@@ -58,6 +65,7 @@ def distribute(
         UsageError: An object cannot be distributed as given.
         LaunchError: The processes cannot be started, or do not fit together.
     """
+    dims = _dims(batch_dim)
     effective, origin = resolve(*sources(os.environ), plan)
     effective = verify_record.plan_here(effective)
     place = find()
@@ -77,7 +85,7 @@ def distribute(
     if plain:
         reserve.keep(_devices(given), world.comm, 1)
         fill(world, "ddp")
-        result = _attach_plain(objects, given, effective, world)
+        result = _attach_plain(objects, given, effective, world, dims)
         report.line(effective, origin, world, [], batchnorms=0, workers=workers)
         _remember(effective, given)
         return result
@@ -87,7 +95,7 @@ def distribute(
         apart.part(given, effective, world)
     if world.size > 1 and any(one.type == "cpu" for one in _devices(given)):
         heap.keep_freed()
-    result, loaders = _attach(objects, given, effective, world, fill)
+    result, loaders = _attach(objects, given, effective, world, fill, dims=dims)
     synchronised = given.models if world.size > 1 and effective.begins_in_lockstep else []
     batchnorms = sum(map(batchnorm.count, synchronised))
     report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
@@ -168,27 +176,36 @@ def _remember(plan: Plan, given: inspect.Given) -> None:
     RUN.schedulers += given.schedulers
 
 
-def _attach_plain(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World) -> Any:
+def _dims(given: int | Sequence[int] | None) -> Dims:
+    """The dimensions of rows, checked."""
+    named = () if given is None else (given,) if isinstance(given, int) else tuple(given)
+    if any(not isinstance(dim, int) or isinstance(dim, bool) or dim < 0 for dim in named):
+        needed = "the number of a dimension, from 0, or one for each tensor of a batch"
+        raise UsageError(explain(f"batch_dim={given!r}", needed, "batch_dim=1 where batches are (time, rows)"))
+    return given if given is None or isinstance(given, int) else named
+
+
+def _attach_plain(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World, dims: Dims) -> Any:
     """One process: nothing is changed; steps and batches are counted, so that it can be saved and resumed."""
     behind.stand(world.loop)
     for optimizer in given.optimizers:
         before = optimizer.register_step_pre_hook(lambda *_: behind.hold_back())
         after = optimizer.register_step_post_hook(lambda *_: world.loop.stepped(()))
         world.undo += [before.remove, after.remove]
-    loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
+    loaders = {id(loader): _divided(loader, plan, world, dims) for loader in given.loaders}
     RUN.loaders += loaders.values()
     return _back([loaders.get(id(thing), thing) for thing in objects])
 
 
 def _attach(
-    objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World, fill: Fill
+    objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World, fill: Fill, *, dims: Dims
 ) -> tuple[Any, list[Loader]]:
     loop, comm = world.loop, world.comm
     loop.batches.models += given.models
     behind.stand(loop)
     many = world.size > 1
     seeded = _follow_seed(world) if many else False
-    loaders = {id(loader): _divided(loader, plan, world) for loader in given.loaders}
+    loaders = {id(loader): _divided(loader, plan, world, dims) for loader in given.loaders}
     if many:
         inspect.same_everywhere(given, list(loaders.values()), plan, comm)
         if plan.replicas > 1:
@@ -216,7 +233,22 @@ def _attach(
     if RUN.balance is not None:
         RUN.balance.meet()
     RUN.loaders += loaders.values()
+    if many:
+        _watch_dims(given, list(loaders.values()), world)
     return _back([loaders.get(id(thing), thing) for thing in objects]), list(loaders.values())
+
+
+def _watch_dims(given: inspect.Given, new: list[Loader], world: World) -> None:
+    """Look for sequences that are cut along time, where a loader and a model have come together."""
+    loaders = new if not given.models else RUN.loaders
+    sources = {id(loader) for loader in loaders if loader.guesses}
+
+    def rows() -> Rows | None:
+        used = world.loop.rows
+        return used if used is not None and used.source in sources else None
+
+    for model in [*RUN.models, *given.models] if sources else ():
+        world.undo += watch_dims(model, rows)
 
 
 def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
@@ -241,6 +273,7 @@ def _devices(given: inspect.Given) -> set[torch.device]:
 
 
 Fill = Callable[[World, str], None]
+Dims = int | tuple[int, ...] | None
 
 
 def _filling(given: inspect.Given, path: str | os.PathLike[str] | None) -> Fill:
@@ -308,7 +341,7 @@ def _balance(plan: Plan, world: World) -> Balance | None:
     return RUN.balance
 
 
-def _divided(loader: Any, plan: Plan, world: World) -> Loader:
+def _divided(loader: Any, plan: Plan, world: World, dims: Dims = None) -> Loader:
     balance = _balance(plan, world)
 
     def on_batch(share: Share, batch: Any) -> None:
@@ -319,7 +352,7 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
         last = total is not None and divided.cursor.batch >= total
         rows = Rows(mine=share.rows, everywhere=share.rows_global, batch=share.batch, last=last, source=id(divided))
         world.loop.batches.arrived(rows, batch)
-        verify_record.arrived(rows, batch)
+        verify_record.arrived(rows, rows_first(batch, dims or 0))
 
     divided = divide(
         loader,
@@ -332,6 +365,7 @@ def _divided(loader: Any, plan: Plan, world: World) -> Loader:
         batch=plan.batch,
         reverse=verify_record.reversed_rows(),
         division=None if balance is None else balance.division(),
+        batch_dim=dims,
     )
     if balance is not None:
         balance.add(divided)

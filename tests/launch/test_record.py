@@ -6,7 +6,12 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from distributedtorch.core.errors import PeerError
+import pytest
+
+from distributedtorch.core.batches import Rows
+from distributedtorch.core.errors import PeerError, UsageError
+from distributedtorch.core.world import here
+from distributedtorch.launch import record
 from distributedtorch.launch.ranks import Rank
 from distributedtorch.launch.record import End, is_consequence
 from distributedtorch.launch.verdict import judge
@@ -69,3 +74,23 @@ def test_an_exit_counts_though_the_rank_was_stopped_on_its_way_out(tmp_path: Pat
     ranks = [Rank(0, None, -1, None, status=1, ended=2.1), Rank(1, None, -1, None, status=-15, ended=3.0, stopped=True)]
     found = judge(ranks, tmp_path)
     assert (found.rank, found.code) == (1, 3) and "exited with code 3 at train.py:20" in found.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "noted"),
+    [
+        (Rows(mine=1, everywhere=2), IndexError("too many indices"), "1 of the 2 rows"),
+        (Rows(mine=0, everywhere=2), IndexError("too many indices"), "none (another stands in) of the 2 rows"),
+        (Rows(mine=2, everywhere=4), IndexError("too many indices"), ""),
+        (Rows(mine=1, everywhere=1), IndexError("too many indices"), ""),
+        (Rows(mine=1, everywhere=2), UsageError("not about rows"), ""),
+        (Rows(mine=1, everywhere=2), KeyboardInterrupt(), ""),
+        (None, IndexError("too many indices"), ""),
+    ],
+)
+def test_an_error_on_a_lone_row_says_so(rows, error, noted, monkeypatch):
+    monkeypatch.setattr(here().loop.batches, "present", rows)
+    monkeypatch.setattr(record, "_here", record._Rank())
+    record.raised(error)
+    notes = "".join(getattr(error, "__notes__", []))
+    assert (noted in notes and "squeeze" in notes) if noted else not notes

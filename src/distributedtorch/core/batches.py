@@ -32,6 +32,8 @@ class Rows:
     """Whether it is the last batch of its epoch."""
     source: int = 0
     """Which loader it came from."""
+    summed: bool = False
+    """Whether the loss is a sum over them."""
 
     @property
     def share(self) -> float:

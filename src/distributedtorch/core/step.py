@@ -12,6 +12,7 @@ feeding a discriminator, or a gradient penalty, would meet it twice).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from distributedtorch.core.batches import Batches, Rows
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
-from distributedtorch.core.loss import kept_units
+from distributedtorch.core.loss import Seen, read
 from distributedtorch.core.scale import LossScale
 from distributedtorch.core.sync import Sync
 from distributedtorch.core.window import StandIn, Window
@@ -43,6 +44,8 @@ class Member:
         """Rows (units) of each batch of the present window, also of those that gave this member no gradient."""
         self.counted = -1
         """The last batch of the window that did give it one."""
+        self.summed: bool | None = None
+        """Whether the losses of the present window are sums (`dt.weight(…, sum=True)`); None before the first."""
         self.weight = 1.0
         self.closing = True
         """Whether the present batch ends the window, so that `step` is to act."""
@@ -61,10 +64,13 @@ class Loop:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self.kept: float | None = None
+        self.losses = Seen()
+        """What the means of the present backward's losses are over on this rank."""
         self.share = 1.0
         """How much this rank's gradient counts in the present backward, 1 where all ranks have equal rows."""
         self.present_units = 1.0
+        self.void = False
+        """Whether the present loss is over no units on this rank: what is not a number in its gradient is zero."""
         self._own_hooks = 0
         self._broken = False
         """A backward ended in an exception."""
@@ -98,7 +104,7 @@ class Loop:
         self.steps += 1
         for member in members:
             member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
-            member.counted = -1
+            member.counted, member.summed = -1, None
             member.seen = [False] * len(member.seen)
             member.window.stepped()
             member.sync.stepped()
@@ -183,7 +189,11 @@ class Loop:
 
     def _weigher(self, member: Member) -> Callable[[Tensor], Tensor | None]:
         def weigh(grad: Tensor) -> Tensor | None:
-            if member.weight == 1.0 or not self.depth:  # torch.autograd.grad stays as it is
+            if not self.depth:  # torch.autograd.grad stays as it is
+                return None
+            if self.void and not grad.is_sparse:
+                return grad.nan_to_num(0.0, math.inf, -math.inf) * member.weight
+            if member.weight == 1.0:
                 return None
             return grad * member.weight if member.weight else torch.zeros_like(grad)
 
@@ -233,18 +243,20 @@ class Loop:
         self.backwards += 1
         rows = self.batches.settle(explicit=self.explicit is not None)
         rows = self.explicit or rows
-        self.kept = None if self.explicit else kept_units(roots, self.comm.world)
+        mine = 0 if rows is None else int(rows.mine)
+        self.losses = Seen() if self.explicit else read(roots, self.comm.world, mine)
         for observe in self.observers:
             observe(roots, rows)
         share = 1.0 if rows is None or self.explicit else rows.mine * self.comm.world / rows.everywhere
-        self.share = share
+        self.share, self.void = share, self.explicit is not None and not self.explicit.mine
         self.present_units = rows.everywhere if rows else 1.0
         for member in self.members:
             member.touched = False
             member.seen = [False] * len(member.seen)
             member.closing = member.calls + 1 >= member.accumulate or bool(rows and rows.last)
             self._count(member)
-            member.weight = share * self.present_units / member.units[0] if member.units else share
+            windowed = member.units and not self._summed
+            member.weight = share * self.present_units / member.units[0] if windowed else share
             self._stand_down(member)
             member.window.begin()
             defers = self._learns(member) and member.window.defers
@@ -253,8 +265,13 @@ class Loop:
             member.sync.root = self.loss_scale.value if self.loss_scale is not None and roots else 1.0
             shows = member.exchanging if member.sync.lockstep else member.closing
             member.sync.begin(exchange=member.exchanging, hide=not shows)
-        if any(member.weight != 1.0 for member in self.members):
+        if self.void or any(member.weight != 1.0 for member in self.members):
             self._weigh_parameters()
+
+    @property
+    def _summed(self) -> bool:
+        """Whether the present loss is a sum over the units of all ranks, which counts in full in its window."""
+        return self.explicit is not None and self.explicit.summed
 
     def _count(self, member: Member) -> None:
         """A window grows by the present batch, whether or not that will give this member a gradient."""
@@ -267,8 +284,10 @@ class Loop:
     def _touch(self, member: Member) -> None:
         """The first gradient of this backward for this member."""
         member.touched = member.touched_since_step = True
-        member.counted = member.calls
-        window = member.units[0] / sum(member.units) if member.units else 1.0
+        if member.summed not in (None, self._summed) and member.accumulate > 1:
+            raise UsageError(_SUM_AND_MEAN)
+        member.counted, member.summed = member.calls, self._summed
+        window = member.units[0] / sum(member.units) if member.units and not member.summed else 1.0
         member.sync.scale = window / self.comm.world / member.sync.root
 
     def _end(self) -> None:
@@ -414,8 +433,9 @@ class Loop:
             float(rows.batch if rows else -1),
             float(self.steps),
             rows.mine if rows else 1.0,
-            -1.0 if self.kept is None else self.kept,
+            -1.0 if self.losses.kept is None else self.losses.kept,
             float(len(self.requests)),
+            *self._counts(),
         ]
         flags = [
             float(value)
@@ -424,12 +444,18 @@ class Loop:
         ]
         return torch.tensor(head + flags, dtype=torch.float64)
 
+    def _counts(self) -> list[float]:
+        """How many means other than over targets a loss is made of, and how many values the first ones are over."""
+        counts = [] if self.batches.present is None else self.losses.counts
+        return [float(len(counts)), *counts[:_MEANS], *[0.0] * (_MEANS - len(counts))]
+
     def _agree(self, members: list[Member], rows: Tensor) -> tuple[list[list[bool]], list[bool]]:
         self._same_batch(rows[:, :2].tolist())
         self._every_row(rows[:, 2].tolist())
         self._same_units(rows[:, 2:4].tolist())
+        self._same_counts(rows[:, 2].tolist(), rows[:, 5:_HEAD].tolist())
         self.requested = int(rows[:, 4].amax())
-        used, touched, at = [], [], 5
+        used, touched, at = [], [], _HEAD
         for member in members:
             votes, positions = rows[:, at + 1].tolist(), rows[:, at + 2].tolist()
             if min(positions) != max(positions):
@@ -481,7 +507,32 @@ class Loop:
             )
         )
 
+    def _same_counts(self, mine: list[float], counts: list[list[float]]) -> None:
+        """Refuse a mean over values of which ranks have unlike numbers, other than by their rows."""
+        here = [(rows, counted) for rows, counted in zip(mine, counts, strict=True) if rows > 0]
+        if len({int(counted[0]) for _, counted in here}) != 1:
+            return
+        for number in range(1, 1 + min(int(here[0][1][0]), _MEANS)):
+            values = [counted[number] for _, counted in here]
+            ratios = [counted[number] / rows for rows, counted in here]
+            if max(values) != min(values) and max(ratios) - min(ratios) > 1e-9 * max(ratios):
+                said = ", ".join(f"{value:g} in {rows:g} rows" for value, (rows, _) in zip(values, here, strict=True))
+                raise UsageError(explain(f"the loss is a mean over unevenly many values ({said})", *_UNEVEN))
 
+
+_MEANS = 4
+"""Of how many means in a loss the ranks compare the numbers of values."""
+_HEAD = 6 + _MEANS
+"""Numbers in a control message before those of each member."""
+_UNEVEN = (
+    "the number of values each rank's mean is over (chosen rows, masks, weights), so that the global mean is exact",
+    "loss = dt.weight(loss, n) before backward, n = this rank's number of values; or divide by the rows at hand",
+)
+_SUM_AND_MEAN = explain(
+    "one window of `accumulate` has losses that are sums (dt.weight(…, sum=True)) and others that are means",
+    "one kind: a mean is over the rows of the window, a sum counts in full",
+    "say sum=True for every loss of the window, or for none",
+)
 _HELD_TOO_LONG = explain(
     "a p.grad that was kept from an earlier backward is used after another backward has begun",
     "the gradient of a backward that was not exchanged yet cannot be kept beyond it",

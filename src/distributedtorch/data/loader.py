@@ -57,6 +57,7 @@ def divide(
     batch: int | None = None,
     reverse: bool = False,
     division: Division | None = None,
+    batch_dim: int | tuple[int, ...] | None = None,
 ) -> Loader:
     """Divide the global batches of `loader` between ranks.
 
@@ -72,6 +73,7 @@ def divide(
         batch: Another global batch size than the loader's own.
         reverse: Reverse the rows inside each global batch, to measure rounding noise.
         division: Who takes how many rows; without one, all ranks the same.
+        batch_dim: Which dimension of a finished batch's tensors has the rows, if it was said.
 
     Raises:
         UsageError: The loader already divides, has no batches, or cannot be given another batch size.
@@ -83,7 +85,7 @@ def divide(
     own_way = not isinstance(loader, DataLoader) or _iterates_its_own_way(loader)
     if batch is not None:
         survey.check_rebatch(loader, batch, customised=own_way)
-    part = Part(rank=rank, world=world, reverse=reverse, division=division)
+    part = Part(rank=rank, world=world, reverse=reverse, division=division, dims=batch_dim or 0)
     source: Source
     if own_way:
         source = Whole(loader, part, stream)
@@ -93,7 +95,9 @@ def divide(
         source = Indexed(loader, part, stream, batch)
     place = Position(loader, stream, Cursor())
     changed = {} if batch is None else {"batch_size": batch}
-    return Loader(loader, source, place, (before_batch, on_batch, at_end), changed, division=division)
+    return Loader(
+        loader, source, place, (before_batch, on_batch, at_end), changed, division=division, batch_dim=batch_dim
+    )
 
 
 def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:
@@ -109,7 +113,7 @@ class Loader:
     Attributes of the user's loader (`dataset`, `sampler`, `batch_size`, ...) can be read and set here as there.
     """
 
-    _OWN = ("_loader", "_source", "_changed", "calls", "cursor", "place", "division")
+    _OWN = ("_loader", "_source", "_changed", "calls", "cursor", "place", "division", "batch_dim")
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class Loader:
         changed: dict[str, Any],
         *,
         division: Division | None,
+        batch_dim: int | tuple[int, ...] | None,
     ) -> None:
         self._loader = loader
         self._source = source
@@ -127,6 +132,12 @@ class Loader:
         self.calls = calls
         self.place, self.cursor = place, place.cursor
         self.division = division
+        self.batch_dim = batch_dim
+
+    @property
+    def guesses(self) -> bool:
+        """Whether finished batches are cut along their first dimension because nobody said another."""
+        return isinstance(self._source, Whole) and self.batch_dim is None
 
     @property
     def note(self) -> str:

@@ -44,6 +44,8 @@ class Part:
     """Reverse the rows inside each global batch before dividing: same mean, other rounding."""
     division: Division | None = None
     """Who takes how many rows of which batch; None: all the same."""
+    dims: int | tuple[int, ...] = 0
+    """The dimension of a finished batch's tensors that has the rows, or one for each tensor, in order."""
 
     @property
     def whole(self) -> bool:

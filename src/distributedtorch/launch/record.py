@@ -28,7 +28,8 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from distributedtorch.core import where
-from distributedtorch.core.errors import DesyncError, PeerError
+from distributedtorch.core.errors import DesyncError, DistributedTorchError, PeerError
+from distributedtorch.core.world import here
 from distributedtorch.launch.place import Place
 
 NEWS = "news"
@@ -239,6 +240,7 @@ def _hook_alone(previous: Callable[..., Any], place: Place) -> Callable[..., Non
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _here.failed = True
+        _note_rows(error)
         named = _named(place)
         said = f"{kind.__name__}: {error} at {where.of_traceback(trace)} (step {_here.step})"
         if is_consequence(error):
@@ -267,6 +269,7 @@ def raised(error: BaseException) -> None:
     """An error has come to the top of this rank: write the record and tell the supervisor."""
     _here.failed = True
     culprit = _culprit(error)
+    _note_rows(culprit)
     _write(
         "raised",
         type=type(culprit).__name__,
@@ -278,6 +281,19 @@ def raised(error: BaseException) -> None:
     )
     if _here.place is not None and os.getpid() == _here.pid:
         _news(f"raised {_here.place.rank}")
+
+
+def _note_rows(error: BaseException) -> None:
+    """Say with an error of the user's own where the rank had one row or none: a lone row has shapes of its own."""
+    rows = here().loop.rows
+    if rows is None or rows.mine > 1 or rows.everywhere < 2 or not isinstance(error, Exception):
+        return
+    if not isinstance(error, DistributedTorchError):
+        had = "1" if rows.mine else "none (another stands in)"
+        error.add_note(
+            f"this rank had {had} of the {rows.everywhere:g} rows of the present batch: x.squeeze() takes the "
+            "dimension of a lone row away too; name the one to drop, x.squeeze(-1)"
+        )
 
 
 def _exit(previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:

@@ -9,6 +9,7 @@ through it is refused. The module keeps its class, its parameters and its name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +73,7 @@ class _Normalise(torch.autograd.Function):
         mean, var, count = _global_moments(wide, dims, loop, idle=idle)
         inverse = torch.rsqrt(var + eps)
         ctx.save_for_backward(input, weight, mean, inverse, count)
-        ctx.loop, ctx.dims, ctx.shape = loop, dims, shape
+        ctx.loop, ctx.dims, ctx.shape, ctx.idle = loop, dims, shape, idle
         ctx.mark_non_differentiable(mean, var, count)
         gain = inverse if weight is None else inverse * weight
         output = (wide - mean.view(shape)) * gain.view(shape)
@@ -87,16 +88,18 @@ class _Normalise(torch.autograd.Function):
         input, weight, mean, inverse, count = ctx.saved_tensors
         shape, dims, loop = ctx.shape, ctx.dims, ctx.loop
         grad = grads[0].to(mean.dtype)
+        if loop.void:
+            grad = grad.nan_to_num(0.0, math.inf, -math.inf)
         centred = input.to(mean.dtype) - mean.view(shape)
         sum_grad, sum_product = grad.sum(dims), (grad * centred).sum(dims)
-        share = loop.share
+        share = 0.0 if ctx.idle else loop.share
         both = loop.comm.exchange("batchnorm backward", torch.stack([sum_grad, sum_product]) * share).sum(dim=0)
         gain = inverse if weight is None else inverse * weight
         to_input = None
         if ctx.needs_input_grad[0]:
             slope = (both[1] * inverse.square() / count).view(shape)
             inner = grad * share - (both[0] / count).view(shape) - centred * slope
-            inner = inner / share if share else torch.zeros_like(inner)
+            inner = inner / share if share else torch.zeros_like(inner)  # a row that stands in for none has no part
             to_input = (inner * gain.view(shape)).to(input.dtype)
         to_weight = (sum_product * inverse).to(weight.dtype) if weight is not None else None
         to_bias = sum_grad.to(weight.dtype) if weight is not None else None
