@@ -54,16 +54,22 @@ def own_randomness(rank: int, step: int = 0) -> None:
         sys.modules["numpy"].random.seed(seed % (1 << 32))
 
 
-def trained_by(given: Optimizer) -> list[nn.Parameter]:
-    """The parameters that an optimizer trains, in the order in which their gradients come."""
-    return [p for group in given.param_groups for p in group["params"] if p.requires_grad][::-1]
+def trained_by(given: Optimizer, models: list[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that an optimizer trains, in the order in which their gradients come.
+
+    That is the models' order reversed, which all ranks have alike; groups made from sets of names have another one in
+    every process.
+    """
+    mine = {id(p) for group in given.param_groups for p in group["params"] if p.requires_grad}
+    ordered = {id(p): p for model in models for p in model.parameters()}
+    return [p for p in reversed(ordered.values()) if id(p) in mine]
 
 
 def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: World, build: Callable[..., Any]) -> None:
     """Attach a sync to an optimizer's parameters, another one to its tables, and let `step` go through them."""
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     mine = [p for group in given.param_groups for p in group["params"]]
-    trained = trained_by(given)
+    trained = trained_by(given, models)
     sparse = tables(models) if world.size > 1 and plan.lockstep else set()
     number = str(len(world.loop.members))
     rows, rest_ = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]

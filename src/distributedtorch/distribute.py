@@ -207,7 +207,7 @@ def _attach(
     seeded = _follow_seed(world) if many else False
     loaders = {id(loader): _divided(loader, plan, world, dims) for loader in given.loaders}
     if many:
-        inspect.same_everywhere(given, list(loaders.values()), plan, comm)
+        inspect.same_everywhere(given, list(loaders.values()), plan, comm, [*RUN.models, *given.models])
         if plan.replicas > 1:
             world.parts(plan.replicas)  # here, where all ranks come
         for model in given.models:

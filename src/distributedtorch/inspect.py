@@ -176,9 +176,11 @@ def _check_optimizer(optimizer: Optimizer, known: dict[int, str], taken: dict[in
         taken[id(param)] = kind
 
 
-def same_everywhere(given: Given, loaders: Sequence[Loader], plan: Plan, comm: Comm) -> None:
-    """Compare what all ranks were given; show the difference where there is one."""
-    mine = fingerprint(given, loaders, plan)
+def same_everywhere(
+    given: Given, loaders: Sequence[Loader], plan: Plan, comm: Comm, models: Sequence[nn.Module] = ()
+) -> None:
+    """Compare what all ranks were given; show the difference where there is one. `models`: all so far."""
+    mine = fingerprint(given, loaders, plan, models or given.models)
     cards = [json.loads(card) for card in comm.bytes_of_all("fingerprint", json.dumps(mine).encode())]
     for rank, card in enumerate(cards):
         if card != cards[0]:
@@ -193,10 +195,20 @@ def same_everywhere(given: Given, loaders: Sequence[Loader], plan: Plan, comm: C
             if all(key.endswith(" samples") for key in keys):
                 do = "draw splits and made-up data from a seed, say torch.manual_seed(0) at the top of the script"
             raise LaunchError(explain(given_text, "the same model, optimizer, data and plan on all ranks", do))
+        if list(card) != list(cards[0]):
+            raise LaunchError(_another_order(rank, list(cards[0]), list(card)))
 
 
-def fingerprint(given: Given, loaders: Sequence[Loader], plan: Plan) -> dict[str, Any]:
-    """What must be equal on all ranks, as plain data."""
+def _another_order(rank: int, first: list[str], other: list[str]) -> str:
+    there, here_ = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
+    given = f"rank 0 has {there!r} where rank {rank} has {here_!r}: modules are registered in another order there"
+    do = "build modules in the order of a list or of sorted(...), not of a set"
+    return explain(given, "one order of modules on all ranks", do)
+
+
+def fingerprint(given: Given, loaders: Sequence[Loader], plan: Plan, models: Sequence[nn.Module]) -> dict[str, Any]:
+    """What must be equal on all ranks, as plain data: of an optimizer's groups who is in which, in whatever order."""
+    names = {id(p): f"model {m} {name}" for m, model in enumerate(models) for name, p in model.named_parameters()}
     card: dict[str, Any] = {"plan": str(plan), "torch": torch.__version__, "script": _script()}
     for m, model in enumerate(given.models):
         tensors: Iterable[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
@@ -205,8 +217,10 @@ def fingerprint(given: Given, loaders: Sequence[Loader], plan: Plan) -> dict[str
             card[f"model {m} {name}"] = f"{tuple(tensor.shape)} {tensor.dtype}{trained}"
     for o, optimizer in enumerate(given.optimizers):
         for g, group in enumerate(optimizer.param_groups):
-            rest = {key: str(value) for key, value in group.items() if key != "params"}
+            rest = {key: str(value) for key, value in group.items() if key not in ("params", "param_names")}
             card[f"optimizer {o} {type(optimizer).__name__} group {g}"] = f"{len(group['params'])} parameters {rest}"
+            mine = sorted(names.get(id(param), "a stranger") for param in group["params"])
+            card |= {f"optimizer {o} {name}": f"group {g}" for name in mine}
     for number, loader in enumerate(loaders):
         for key, value in loader.fingerprint().items():
             card[f"loader {number} {key}"] = value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,16 @@ from distributedtorch import replicas
 from distributedtorch.attach import own_randomness
 from distributedtorch.checkpoint.index import Reader
 from distributedtorch.checkpoint.plain import unpack
-from distributedtorch.contents import batches_of, kept_of, keys_of, kind_of, not_row_major, own_way, schedulers
+from distributedtorch.contents import (
+    batches_of,
+    kept_of,
+    keys_of,
+    kind_of,
+    names_in,
+    not_row_major,
+    own_way,
+    schedulers,
+)
 from distributedtorch.core.bucket import once
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Kept
@@ -74,18 +84,15 @@ class Stored:
 
     def _other_misfit(self) -> str:
         keys = keys_of(RUN.models)
+        mine = [names_in(o, keys) for o in RUN.optimizers]
+        theirs = [_names_saved(o) if o["kind"] else [] for o in self.run["optimizers"]]
         shapes = {
             "optimizers": (
                 [
                     _groups(kind, [g["params"] for g in o.get("groups", [])])
                     for kind, o in _kinds(self.run["optimizers"], RUN.optimizers)
                 ],
-                [
-                    _groups(
-                        kind_of(o), [] if own_way(o) else [[keys[id(p)] for p in g["params"]] for g in o.param_groups]
-                    )
-                    for o in RUN.optimizers
-                ],
+                [_groups(kind_of(o), [] if own_way(o) else n) for o, n in zip(RUN.optimizers, mine, strict=True)],
             ),
             "schedulers": (
                 [kind for kind, _ in _kinds(self.run["schedulers"], schedulers())],
@@ -97,6 +104,8 @@ class Stored:
             if saved and have and saved != have:
                 given = f"the checkpoint's {word} are: {', '.join(saved)}"
                 return explain(given, f"as here: {', '.join(have)}", f"distribute the same {word}")
+        if moved := _moved(theirs, mine):
+            return moved
         for loader, stored in zip(RUN.loaders, self.run["loaders"], strict=False):
             if "began" in stored and stored.get("batch", batches_of(loader)) != batches_of(loader):
                 rows, count = stored["batch"]
@@ -159,7 +168,7 @@ class Stored:
         if scale is not None and self.run["loss scale"] is not None:
             scale.load_state_dict(self.run["loss scale"])
         here().loop.steps = self.step
-        replicas.take_over(self.reader)
+        replicas.take_over(self.reader, keys_of(RUN.models))
         self._random()
 
     def _models(self) -> None:
@@ -219,16 +228,17 @@ class Stored:
             values.copy_(self.reader.ordered(key, stride, low, low + values.numel()))
 
     def _optimizer(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        keys = keys_of(RUN.models)
         if "whole" in saved:
-            optimizer.load_state_dict(unpack(saved["whole"], self.tensors))
+            with _in_order(optimizer, saved.get("order", []), keys):
+                optimizer.load_state_dict(unpack(saved["whole"], self.tensors))
             return
         kept = kept_of(optimizer)
-        keys = keys_of(RUN.models)
         state: dict[Any, dict[str, Any]] = {}
         wanted = []
         for group, given in zip(optimizer.param_groups, saved["groups"], strict=True):
             options = unpack(given["options"], self.tensors)
-            group.update(options)
+            group.update({name: value for name, value in options.items() if name != "param_names"})
             for param in group["params"]:
                 values = saved["state"].get(keys[id(param)], {})
                 mine = kept.get(id(param))
@@ -304,8 +314,39 @@ def _kinds(saved: list[dict[str, Any]], have: Sequence[object]) -> list[tuple[st
 
 
 def _groups(kind: str, names: list[list[str]]) -> str:
-    said = " + ".join(f"{len(group)} ({group[0]} ...)" if group else "0" for group in names)
+    said = " + ".join(f"{len(group)} ({min(group)} ...)" if group else "0" for group in names)
     return f"{kind} over {said} parameters" if names else kind
+
+
+def _names_saved(saved: dict[str, Any]) -> list[list[str]]:
+    """By group the names that a checkpoint has of an optimizer's parameters, in the order of the one who saved."""
+    return saved.get("order") or [group["params"] for group in saved.get("groups", [])]
+
+
+def _moved(saved: list[list[list[str]]], have: list[list[list[str]]]) -> str:
+    """Refuses groups that hold other parameters than those saved; their order within a group says nothing."""
+    for groups, mine in zip(saved, have, strict=False):
+        before, now = ({name: k for k, names in enumerate(of) for name in names} for of in (groups, mine))
+        for name in sorted(before.keys() | now.keys()) if groups else ():
+            if before.get(name) != now.get(name):
+                places = [f"group {of[name]}" if name in of else "no group" for of in (before, now)]
+                given = f"{name!r} is in {places[0]} of the checkpoint's optimizer"
+                return explain(given, f"as here: {places[1]}", "make the groups as they were when saved")
+    return ""
+
+
+@contextmanager
+def _in_order(optimizer: Optimizer, names: list[list[str]], keys: Mapping[int, str]) -> Iterator[None]:
+    """Within, the optimizer's groups have the order in which their state was saved: it is numbered by position."""
+    by_name = {keys[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    own = [group["params"] for group in optimizer.param_groups]
+    for group, saved in zip(optimizer.param_groups, names, strict=False):
+        group["params"] = [by_name[name] for name in saved]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, own, strict=True):
+            group["params"] = params
 
 
 def _not_taken_back(name: str, one: object, error: Exception) -> str:
