@@ -23,7 +23,7 @@ from distributedtorch import behind
 from distributedtorch.checkpoint import index, meeting, place
 from distributedtorch.checkpoint.every import Every
 from distributedtorch.checkpoint.index import NewerError, Reader
-from distributedtorch.checkpoint.place import FOLDER, Place
+from distributedtorch.checkpoint.place import Place
 from distributedtorch.contents import check_state
 from distributedtorch.core.errors import CheckpointError, DistributedTorchError, explain
 from distributedtorch.core.world import here
@@ -236,6 +236,8 @@ def _find(path: str | os.PathLike[str], model: nn.Module | None, state: dict[str
     if "fault" in card:
         raise CheckpointError(card["fault"])
     there, faults = place.of(card["root"]), []
+    if world.rank == 0 and card.get("unfinished"):
+        record.say(_passed_over(there, card["unfinished"]))
     for folder in card["names"]:
         stored, verdict = _attempt(there, folder, model, state)
         verdicts = _of_all("load", verdict)
@@ -261,13 +263,20 @@ def _find(path: str | os.PathLike[str], model: nn.Module | None, state: dict[str
 def _candidates(path: str) -> dict[str, Any]:
     """On rank 0: which checkpoints a path means."""
     try:
-        root, _, last = path.rstrip("/").rpartition("/")
-        if FOLDER.fullmatch(last):
-            return {"root": root or ".", "names": [last], "exact": True}
+        root, one = place.split(path)
+        if one is not None:
+            return {"root": root, "names": [one], "exact": True}
         there: Place = place.of(path)
-        return {"root": path, "names": there.committed(), "exact": False}
+        return {"root": path, "names": there.committed(), "exact": False, "unfinished": there.unfinished()}
     except Exception as error:
         return {"fault": str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"}
+
+
+def _passed_over(there: Place, unfinished: list[str]) -> str:
+    """What is called like a checkpoint and is none."""
+    more = f" and {len(unfinished) - 1} more" if len(unfinished) > 1 else ""
+    said = f"{there.file(unfinished[0], '')}{more} passed over: no {place.INDEX} in it"
+    return f"{said}, so no checkpoint (a save that was cut off, or something else of that name)"
 
 
 def _attempt(
