@@ -326,4 +326,35 @@ if said:
         says=("a process forked from a rank", "copy.deepcopy(model)"),
         plans=("zero3",),
     ),
+    Script(
+        name="lists of modules with gaps",
+        body="""
+class Gaps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 8), None, None, nn.Linear(8, 8), nn.ModuleList(), nn.Linear(8, 8)])
+        self.named = nn.ModuleDict({"head": nn.Linear(8, 3), "aux": None, "none": nn.Sequential()})
+        self.chain = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.chain.register_module("gap", None)
+        self.again = self.layers[3]
+        self.register_parameter("scale", None)
+        self.register_buffer("shift", None)
+        self.norm = nn.LayerNorm(8, elementwise_affine=False)
+        self.free = nn.ParameterList([nn.Parameter(torch.ones(8)), None, nn.Parameter(torch.zeros(8)), 2.0])
+        self.words = nn.ParameterDict({"a": nn.Parameter(torch.ones(8)), "b": None})
+        self.empty = nn.Parameter(torch.zeros(0))
+    def forward(self, x):
+        for layer in self.layers:
+            x = x if layer is None or not isinstance(layer, nn.Linear) else layer(x).tanh()
+        x = self.norm(self.again(x) * self.free[0] + self.free[2] * self.free[3] + self.words["a"])
+        for part in self.chain.children():
+            x = part(x)
+        return self.named["head"](x)
+model = Gaps()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+"""
+        + TWO_LINES
+        + LOOP,
+        before="zero3 and recompute: AttributeError in the library",
+    ),
 ]
