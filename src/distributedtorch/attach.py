@@ -21,7 +21,7 @@ from distributedtorch.core.blocks import blocks_in
 from distributedtorch.core.bucket import is_empty, once
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.core.override import override
+from distributedtorch.core.override import in_copies, override, without
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.scale import total_norm
 from distributedtorch.core.step import Member
@@ -266,7 +266,11 @@ def _whole_state(given: Optimizer, syncs: list[Sync]) -> list[Callable[[], None]
         for sync in syncs:
             sync.take_state()
 
-    return [override(given, "state_dict", state_dict), override(given, "load_state_dict", load_state_dict)]
+    def change(state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": _whole(given, syncs)} if "state" in state else state
+
+    overrides = [override(given, "state_dict", state_dict), override(given, "load_state_dict", load_state_dict)]
+    return [*overrides, in_copies(given, change)]
 
 
 def _make_plain(given: Optimizer, syncs: list[Sync]) -> None:
@@ -312,7 +316,7 @@ def scheduler(given: LRScheduler, world: World) -> None:
         original(*args, **kwargs)
 
     def state_dict(self: LRScheduler) -> dict[str, Any]:
-        return {key: value for key, value in save().items() if key not in ("step", "state_dict")}
+        return without(self, save())  # type: ignore[no-any-return]
 
     world.undo += [override(given, "step", step), override(given, "state_dict", state_dict)]
 
@@ -329,10 +333,10 @@ def recompute(models: list[nn.Module], named: str | None) -> list[Callable[[], N
     return [override(block, "forward", _recomputed(block.forward)) for block in blocks_in(models, named)]
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def again(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(own: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return own(*args, **kwargs)
+        return checkpoint(own, *args, use_reentrant=False, **kwargs)
 
-    return again
+    return forward

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.checkpoint import channel, meeting, place, writing
 from distributedtorch.checkpoint.channel import Channel
 from distributedtorch.checkpoint.every import Every
 from distributedtorch.contents import collect, forgotten
 from distributedtorch.core.errors import CheckpointError, explain
+from distributedtorch.core.override import hooked
 from distributedtorch.core.step import Loop, Member
 from distributedtorch.core.world import here
 from distributedtorch.launch import record
@@ -121,7 +121,7 @@ class _State:
     due: bool = False
     fed: bool = False
     """Whether batches to train on come from a loader that was given."""
-    armed: list[RemovableHandle] = field(default_factory=list)
+    armed: list[Callable[[], None]] = field(default_factory=list)
     """Where they do not: hooks on the next forward."""
     stepped: bool = False
     """Whether an optimizer has stepped since the last batch was handed out."""
@@ -167,7 +167,7 @@ def carry_out_after_step(_: Sequence[Member]) -> None:
             meeting.of(loop, together).put_off()
     STATE.stepped = True
     if not STATE.fed and not STATE.armed and (STATE.due or loop.requested):
-        STATE.armed = [m.register_forward_pre_hook(lambda *_: come_round()) for m in RUN.models]
+        STATE.armed = [hooked(m, m.register_forward_pre_hook(lambda *_: come_round())) for m in RUN.models]
 
 
 def come_round() -> None:
@@ -176,7 +176,7 @@ def come_round() -> None:
         return
     STATE.stepped = False
     while STATE.armed:
-        STATE.armed.pop().remove()
+        STATE.armed.pop()()
     loop = here().loop
     if loop.comm.world > 1 and loop.requested:
         meeting.of(loop, together).catch_up()

@@ -39,7 +39,7 @@ def check(models: list[nn.Module]) -> None:
 
 def attach(models: list[nn.Module]) -> list[Callable[[], None]]:
     """Let linear layers compute in 8-bit floats. Result: undo."""
-    return [override(layer, "forward", _forward) for model in models for layer in _layers(model)]
+    return [override(layer, "forward", forward) for model in models for layer in _layers(model)]
 
 
 def _layers(model: nn.Module) -> list[nn.Linear]:
@@ -47,7 +47,7 @@ def _layers(model: nn.Module) -> list[nn.Linear]:
     return [layer for layer in linear if layer.in_features % _UNIT == 0 == layer.out_features % _UNIT]
 
 
-def _forward(self: nn.Linear, x: Tensor) -> Tensor:
+def forward(self: nn.Linear, x: Tensor) -> Tensor:
     off = not torch.is_autocast_enabled(x.device.type)  # somebody has switched it off for this part
     if off or x.dim() < 2 or not x.numel():
         return F.linear(x, self.weight, self.bias)

@@ -52,14 +52,14 @@ def attach(models: list[nn.Module], plan: Plan, world: World) -> None:
         world.loop.loss_scale = LossScale(world.comm)
 
 
-def _narrow(forward: Callable[..., Any], dtype: torch.dtype, keep: bool) -> Callable[..., Any]:
+def _narrow(own: Callable[..., Any], dtype: torch.dtype, keep: bool) -> Callable[..., Any]:
     kind = accelerator()
 
-    def cast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(kind, dtype, cache_enabled=keep):
-            return tree_map(_widened, forward(*args, **kwargs))
+            return tree_map(_widened, own(*args, **kwargs))
 
-    return cast
+    return forward
 
 
 def _widened(value: Any) -> Any:

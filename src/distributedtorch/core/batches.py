@@ -8,16 +8,16 @@ which one they were given.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.override import hooked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class Batches:
         """Loaders that were pulled ahead, with the shares of their batches."""
         self._aside: list[Rows] = []
         """Batches handed out without gradients since the last one with: most likely an evaluation's."""
-        self._hooks: dict[nn.Module, RemovableHandle] = {}
-        """On the modules whose forwards are looked at."""
+        self._hooks: dict[nn.Module, Callable[[], None]] = {}
+        """What removes them from the modules whose forwards are looked at."""
         self._recognised = False
 
     @property
@@ -92,12 +92,12 @@ class Batches:
 
         for module in modules:
             if module not in self._hooks:
-                self._hooks[module] = module.register_forward_pre_hook(look, with_kwargs=True)
+                self._hooks[module] = hooked(module, module.register_forward_pre_hook(look, with_kwargs=True))
 
     def close(self) -> None:
         """Look at nothing any more."""
-        for hook in self._hooks.values():
-            hook.remove()
+        for remove in self._hooks.values():
+            remove()
 
     def used(self, values: Iterable[Any]) -> None:
         """A forward takes these values: if they belong to a batch, that batch is in use."""

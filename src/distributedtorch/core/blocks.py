@@ -36,8 +36,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)) and len(container) > 1:
-            kinds = Counter(type(child) for child in container)
-            found += [child for child in container if kinds[type(child)] > 1 and any(True for _ in child.parameters())]
+            children = [child for child in container if child is not None]
+            kinds = Counter(type(child) for child in children)
+            found += [child for child in children if kinds[type(child)] > 1 and any(True for _ in child.parameters())]
     outer = {id(m) for block in found for m in block.modules() if m is not block}
     return [block for block in found if id(block) not in outer] or [
         child for child in model.children() if any(True for _ in child.parameters())

@@ -39,14 +39,25 @@ class Once:
         memory = self.shared.segments[0]
         self.truth = [memory.view(offset + at, *block) for at, block in zip(ends, blocks, strict=False)]
         self._private = memory.private(offset, size)
-        pages = memoryview(self._private)  # tensors hold on to this, and it to the mapping
-        self._pages = torch.frombuffer(pages, dtype=torch.uint8)
-        self.seen = [
-            torch.frombuffer(pages, dtype=dtype, count=numel, offset=at) if numel else torch.zeros(0, dtype=dtype)
-            for at, (numel, dtype) in zip(ends, blocks, strict=False)
-        ]
+        self._pages = torch.frombuffer(memoryview(self._private), dtype=torch.uint8)
+        self._places = list(zip(ends, blocks, strict=False))
+        self.look()
         self._try()
         self.shared.kept.append(self._block)  # to the end of the process, if not closed: others may look at it
+
+    def look(self) -> None:
+        """Let `seen` be tensors over the mapping."""
+        pages = memoryview(self._private)  # tensors hold on to this, and it to the mapping
+        self.seen = [
+            torch.frombuffer(pages, dtype=dtype, count=numel, offset=at) if numel else torch.zeros(0, dtype=dtype)
+            for at, (numel, dtype) in self._places
+        ]
+
+    def moved(self) -> bool:
+        """Whether torch has given `seen` other memory: it does that to share tensors with a process of the user's."""
+        base = self._pages.data_ptr()
+        pairs = zip(self.seen, self._places, strict=True)
+        return any(seen.numel() and seen.data_ptr() != base + at for seen, (at, _) in pairs)
 
     def edited(self) -> int:
         """How many bytes of pages this rank has written to."""

@@ -16,6 +16,7 @@ bytes goes to each.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from distributedtorch.core import reach
 from distributedtorch.core.comm import Comm
+from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.pairs import peer_errors
 
 _ASK = 0
@@ -38,6 +40,11 @@ _SECONDS_BETWEEN_LOOKS, _SECONDS_TO_BE_SURE = 0.1, 1.0
 _AT_ONCE = 8
 _IDLE_FOR_EVER = timedelta(days=3650)
 """A rank may go for hours without asking; gloo closes a connection whose receive has run out of time."""
+_FORKED = explain(
+    "a process forked from a rank (a data worker, multiprocessing) uses parameters that are divided over ranks (zero3)",
+    "a copy of the model: only the rank itself can ask the other ranks for the rest",
+    "give the process copy.deepcopy(model) or model.state_dict(), made before it starts",
+)
 
 
 class Fetch:
@@ -68,6 +75,7 @@ class Pull:
         self._old: dict[tuple[int, int], Tensor] = {}
         self._late: list[tuple[int, int, int, int]] = []
         self._serial = 0
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._asks: deque[tuple[dist.Work, Tensor]] = deque()
         self._answers: deque[tuple[dist.Work, Tensor]] = deque()
@@ -146,7 +154,13 @@ class Pull:
         return everywhere
 
     def fetch(self, number: int, flat: Tensor, bounds: Sequence[int]) -> Fetch:
-        """Begin to bring the other ranks' pieces into `flat`, at `bounds`."""
+        """Begin to bring the other ranks' pieces into `flat`, at `bounds`.
+
+        Raises:
+            UsageError: This is a process that was forked from the rank: it is no member of the group.
+        """
+        if os.getpid() != self._pid:
+            raise UsageError(_FORKED)
         others = [(self.comm.rank + k) % self.comm.world for k in range(1, self.comm.world)]
         others = [peer for peer in others if bounds[peer + 1] > bounds[peer]]
         edition = self.editions[number]

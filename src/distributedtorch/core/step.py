@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from distributedtorch.core.batches import Batches, Rows
 from distributedtorch.core.comm import Comm
@@ -197,7 +197,7 @@ class Loop:
                 return None
             return grad * member.weight if member.weight else torch.zeros_like(grad)
 
-        return weigh
+        return unserializable_hook(weigh)  # type: ignore[no-any-return]
 
     # Around a backward.
 

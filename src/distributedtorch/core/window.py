@@ -121,8 +121,14 @@ class StandIn(Tensor):
     def tolist(self) -> Any:
         return self.resolve().tolist()
 
+    def share_memory_(self) -> StandIn:
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.resolve().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.resolve().__reduce_ex__(protocol)
 
 
 def _zero(func: Any, target: Any) -> Any:

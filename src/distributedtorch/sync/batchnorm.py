@@ -30,9 +30,10 @@ def count(model: nn.Module) -> int:
 
 
 def synchronise(model: nn.Module, loop: Loop) -> list[Callable[[], None]]:
-    """Make every batch normalisation of `model` use the global batch. Result: undo."""
+    """Make every batch normalisation of `model`, and of deep copies of it, use the global batch. Result: undo."""
     _loop[:] = [loop]
-    return [override(module, "forward", forward) for module in model.modules() if isinstance(module, _BatchNorm)]
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [override(module, "forward", forward, deep=True) for module in found]
 
 
 def forward(self: _BatchNorm, input: Tensor) -> Tensor:

@@ -106,6 +106,9 @@ class DividedGrad(Tensor):
     def tolist(self) -> Any:
         return self.held.full().tolist()
 
+    def share_memory_(self) -> DividedGrad:
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.held.full()
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.bucket import once
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import CheckpointError, explain
+from distributedtorch.core.override import hooked
 from distributedtorch.core.sync import Trained, bytes_of, leaves
 from distributedtorch.core.wire import Wire, sums, travelling
 from distributedtorch.sync.alone import Alone
@@ -75,8 +75,8 @@ class Loose(Alone):
 
     def close(self) -> None:
         """Let go of the models."""
-        for hook in self.hooks:
-            hook.remove()
+        for remove in self.hooks:
+            remove()
 
     def update(self, step: Callable[[], Any]) -> Any:
         result = step()
@@ -177,13 +177,14 @@ def statistics_of(models: Sequence[nn.Module]) -> list[Tensor]:
     return list(found.values())
 
 
-def watch_loads(models: Sequence[nn.Module], act: Callable[[], None]) -> list[RemovableHandle]:
-    """Be told when values are loaded into a model or a part of it; copies of it do not count."""
+def watch_loads(models: Sequence[nn.Module], act: Callable[[], None]) -> list[Callable[[], None]]:
+    """Be told when values are loaded into a model or a part of it; copies of it do not count. Result: what ends it."""
 
     def told(here: nn.Module) -> Callable[..., None]:
         return lambda module, _: act() if module is here else None
 
-    return [part.register_load_state_dict_post_hook(told(part)) for model in models for part in model.modules()]
+    parts = [part for model in models for part in model.modules()]
+    return [hooked(part, part.register_load_state_dict_post_hook(told(part))) for part in parts]
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -54,12 +54,15 @@ class OncePerHost(Memory):
 
     def fence(self) -> None:
         check_in_place(self.params, self.names, self.slabs, self.memory.seen)
-        edited = self.memory.edited()
+        edited, moved = self.memory.edited(), self.memory.moved()
         self.comm.barrier(f"looked at/{self.name}")
-        if edited:
+        if edited or moved:
             for k in range(len(self.slabs)):
                 self.own(k).copy_(self._mine(k, self.memory.seen[k]))
             self.memory.forget()
+        if moved:
+            self.memory.look()
+            self._look()
 
     def own(self, slab: int) -> Tensor:
         return self._mine(slab, self.memory.truth[slab])

@@ -21,6 +21,7 @@ from torch import Tensor
 from distributedtorch.core import plain
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.override import hooked
 from distributedtorch.core.sync import Trained, bytes_of
 from distributedtorch.core.wire import Wire
 from distributedtorch.serve import rates
@@ -96,7 +97,7 @@ class Served(Alone):
         self.comm.before_waiting.append(self._rest)
         mine = {id(param) for param in self.params}
         self.models = [model for model in trained.models if any(id(p) in mine for p in model.parameters())]
-        self.hooks = [model.register_forward_pre_hook(lambda *_: self._begin()) for model in self.models]
+        self.hooks = [hooked(m, m.register_forward_pre_hook(lambda *_: self._begin())) for m in self.models]
         self.hooks += watch_loads(self.models, self.loaded)
         self.versions = [param._version for param in self.params]
         self._prepare()
@@ -306,8 +307,8 @@ class Served(Alone):
             return
         self.closed = True
         self.comm.before_waiting.remove(self._rest)
-        for hook in self.hooks:
-            hook.remove()
+        for remove in self.hooks:
+            remove()
         for line in self.lines:
             line.say(Kind.BYE)
         for line in self.lines:

@@ -9,14 +9,16 @@ when backward comes to it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.override import hooked
 from distributedtorch.sync.divided import AT, Divided, Unit
 from distributedtorch.sync.memory import checksum
 
@@ -46,6 +48,16 @@ class Watched(nn.Parameter):
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(_pickled_beside(_UNITS[id(self)].memory.names[id(self)]))
+        plain = nn.Parameter(self.clone().detach(), self.requires_grad)
+        plain.__dict__.update(vars(self))
+        starting = get_spawning_popen()
+        if starting is not None:  # a process that takes over its memory: it must be there until then
+            vars(starting).setdefault("parameters", []).append(plain)
+        return plain.__reduce_ex__(protocol)
 
 
 def _use(params: Sequence[nn.Parameter], call: Callable[[], Any], *, fills: bool) -> Any:
@@ -129,14 +141,14 @@ def watch(memory: Divided, models: Sequence[nn.Module], blocks: Sequence[nn.Modu
                 raise UsageError(_strange(memory.names[id(param)], type(param).__name__))
             _UNITS[id(param)] = unit
             param.__class__ = Watched
-    hooks = [handle for module, params in _places(memory, models, blocks) for handle in _hook(module, params)]
+    hooks = [remove for module, params in _places(memory, models, blocks) for remove in _hook(module, params)]
     saved = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
     saved.__enter__()
 
     def undo() -> None:
         saved.__exit__()
-        for hook in hooks:
-            hook.remove()
+        for remove in hooks:
+            remove()
         for unit in memory.units:
             _become(nn.Parameter, unit.params)
             for param in unit.params:
@@ -165,7 +177,7 @@ def _places(
                 yield module, params
 
 
-def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[RemovableHandle]:
+def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[Callable[[], None]]:
     units = list({id(unit): unit for unit in (_UNITS[id(param)] for param in params)}.values())
     before: list[list[tuple[int, int]]] = []
     """For each call under way, what tells whether it has changed parameters."""
@@ -173,7 +185,7 @@ def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[RemovableHandle]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(module: nn.Module, args: Any) -> None:
-        if module is not place:  # a copy of the model has parameters of its own
+        if module is not place:  # what takes part of the module's place has parameters of its own
             return
         for unit in units:
             unit.hold()
@@ -199,7 +211,8 @@ def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[RemovableHandle]
         for unit in units:
             unit.memory.used(unit)
 
-    return [place.register_forward_pre_hook(enter), place.register_forward_hook(leave, always_call=True)]
+    handles = place.register_forward_pre_hook(enter), place.register_forward_hook(leave, always_call=True)
+    return [hooked(place, handle) for handle in handles]
 
 
 def _become(kind: type[nn.Parameter], params: Sequence[nn.Parameter]) -> None:
@@ -220,6 +233,13 @@ def _changed_inside(name: str) -> str:
     given = f"parameters around {name!r} were changed inside the forward of their block"
     do = 'change them before or after the forward, or use plan="zero2"'
     return explain(given, "parameters that a forward under zero3 only reads", do)
+
+
+def _pickled_beside(name: str) -> str:
+    """Refuses to gather a parameter while the main thread may change it."""
+    given = f"parameter {name!r} is pickled in {threading.current_thread().name}, a thread beside training, under zero3"
+    do = "pickle it in the main thread, or give the thread (the queue) model.state_dict() or copy.deepcopy(model)"
+    return explain(given, "values that no step changes meanwhile", do)
 
 
 class _Saved(NamedTuple):
