@@ -66,13 +66,8 @@ def distribute(
         LaunchError: The processes cannot be started, or do not fit together.
     """
     dims = _dims(batch_dim)
-    effective, origin = resolve(*sources(os.environ), plan)
-    effective = verify_record.plan_here(effective)
-    place = find()
-    if not here().joined or here().size + here().servers == 1:
-        check_group(place)
-    _start(verify_record.workers_here(workers), effective)
-    world = here()
+    effective, origin = enter(plan, workers)
+    world, place = here(), find()
     objects = tuple(unwrapped(thing, place) for thing in objects)
     effective.check(world.size + world.servers * bool(effective.apart), world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
@@ -101,6 +96,21 @@ def distribute(
     report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
     _remember(effective, given)
     return result
+
+
+def enter(plan: str | Plan | None, workers: int | None) -> tuple[Plan, dict[str, str]]:
+    """The plan in force and where its words came from, in the processes that it asks for: they are started, if need be.
+
+    Raises:
+        PlanError: The plan cannot be read, or does not fit the number of processes to start.
+        LaunchError: The processes cannot be started.
+    """
+    effective, origin = resolve(*sources(os.environ), plan)
+    effective = verify_record.plan_here(effective)
+    if not here().joined or here().size + here().servers == 1:
+        check_group(find())
+    _start(verify_record.workers_here(workers), effective)
+    return effective, origin
 
 
 def launch(function: Callable[..., Any], *args: Any, workers: int, plan: str | Plan | None = None) -> Any:

@@ -40,7 +40,7 @@ class _Setup:
     device: torch.device | str | None
     loader: DataLoader[Any] | None
     scheduler: LRScheduler | None
-    plan: Plan
+    plan: Plan | None
     workers: int | None
     undo: Callable[[], None] = lambda: None
     """What ends the waiting for a launch."""
@@ -78,15 +78,16 @@ class DistributedPyTorch:
     ```
 
     Args:
-        strategy: The plan: "ddp", "zero1", "zero2", "zero3" (or "zero"), or more words.
+        strategy: The plan: "ddp", "zero1", "zero2", "zero3" (or "zero"), or more words; ddp where neither this nor the
+            command line nor the environment says one.
         workers: How many processes to start where none were started; `launch` can be told too.
 
     Raises:
         PlanError: The strategy cannot be read.
     """
 
-    def __init__(self, strategy: str | Plan = "ddp", workers: int | None = None) -> None:
-        self.plan = Plan.of(strategy)
+    def __init__(self, strategy: str | Plan | None = None, workers: int | None = None) -> None:
+        self.plan = None if strategy is None else Plan.of(strategy)
         self.workers = workers
         self.epoch = 0
         """How many epochs were launched."""

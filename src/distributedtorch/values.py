@@ -185,10 +185,16 @@ def stats() -> Stats:
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """Rank 0 runs the block first, then the others: for downloads and caches."""
-    join_world()
-    if not is_main():
-        here().comm.barrier("main first")
-    yield
-    if is_main():
-        here().comm.barrier("main first")
+    """Rank 0 runs the block first, then the others: for downloads and caches.
+
+    With several hosts, the first rank of each of them goes before its others: hosts may have disks of their own.
+    """
+    world = join_world()
+    turns = 1 if world.local_size == world.size else 2
+    mine = 0 if is_main() else 1 if turns > 1 and world.local_rank == 0 else turns
+    for turn in range(turns):
+        if turn == mine:
+            yield
+        world.comm.barrier("main first")
+    if mine == turns:
+        yield

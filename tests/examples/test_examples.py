@@ -1,4 +1,4 @@
-"""Every example is two lines away from single.py and prints what it prints; the demo agrees with one process."""
+"""Every example is two lines away from single.py and prints what it prints; strategies and the demo agree with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import torch
 from tests import forked
 
 FOLDER = Path(__file__).parents[2] / "examples"
-NOT_PLANS = {"demo", "gpt", "listing", "measured", "resnet", "single"}
+FACES = ("mirrored", "parameter_server", "hierarchical_topk")
+NOT_PLANS = {"demo", "gpt", "listing", "measured", "resnet", "single", *FACES}
 PLANS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NOT_PLANS)
 STEPS = "10"
 
@@ -64,6 +65,32 @@ def test_an_example_prints_what_one_process_prints(plan: str, truth: str, tmp_pa
     assert ended.returncode == 0, ended.stderr
     assert "2 workers" in ended.stderr and f"plan {plan}" in ended.stderr
     assert ended.stdout == truth
+
+
+@pytest.fixture(scope="module")
+def losses() -> str:
+    """What a step over whole batches prints, whichever strategy it stands in."""
+    ended = forked.run(1, "examples.mirrored")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("loss") == 3
+    return ended.stdout
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("face", FACES)
+def test_a_strategy_prints_the_losses_of_one_process(face: str, world: int, losses: str, tmp_path: Path) -> None:
+    ended = forked.run(world, f"examples.{face}", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == losses
+    assert f"{world} workers (dt.launch, not " in ended.stderr or world == 2
+
+
+@pytest.mark.parametrize("face", [FACES[0], *(pytest.param(face, marks=pytest.mark.long) for face in FACES[1:])])
+def test_a_strategy_starts_its_workers(face: str, losses: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, FOLDER / f"{face}.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == losses
+    assert f"{2 if face == 'mirrored' else 4} workers (call)" in ended.stderr
 
 
 @pytest.mark.long

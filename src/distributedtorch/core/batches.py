@@ -107,6 +107,10 @@ class Batches:
                 self.present, self._recognised = known[1], True
                 return
 
+    def done(self) -> None:
+        """The batch handed out last is done with, whether or not a backward came of it."""
+        self._handed, self._aside = {}, []
+
     def settle(self, *, explicit: bool) -> Rows | None:
         """At a backward: the rows its loss is over; refuses where that cannot be told and was not said."""
         handed, self._handed = self._handed, {}

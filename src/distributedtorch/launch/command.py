@@ -7,6 +7,8 @@ import os
 import sys
 
 from distributedtorch.core.plan import Plan
+from distributedtorch.launch.ranks import AFTER_MAIN
+from distributedtorch.launch.script import downloads
 from distributedtorch.launch.supervise import supervise
 
 
@@ -37,6 +39,10 @@ def act(arguments: argparse.Namespace) -> int:
         os.environ[reserve.RESERVE] = wanted
     command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     script = None if arguments.module else arguments.script
+    if script is not None and arguments.workers > 1 and (line := downloads(script)):
+        said = "rank 0 runs alone up to its first call that needs the others, which then find the files"
+        print(f"dtorch: {line} downloads: {said} (dt.main_first() narrows that to a block)", file=sys.stderr)
+        os.environ[AFTER_MAIN] = line
     return supervise(
         command,
         arguments.workers,

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.launch import address as addresses
-from distributedtorch.launch import adopt, record
+from distributedtorch.launch import adopt, ranks, record
 from distributedtorch.launch import port as ports
 from distributedtorch.launch.place import Place
 
@@ -61,6 +61,20 @@ def join(place: Place, *, device_type: str, timeout_seconds: float = 1800) -> St
     _group(place, store, device_type, timeout_seconds)
     atexit.register(_leave)
     return store
+
+
+def let_main_first(place: Place) -> None:
+    """On ranks above 0, where that was asked for, return when rank 0 has come to meet the others.
+
+    It has when it has put anything into the store, by this library or by a process group of the script's own.
+    """
+    asked = os.environ.pop(ranks.AFTER_MAIN, "")  # not for the processes that this one starts
+    if not asked or place.rank == 0 or place.launcher != "dtorch":
+        return
+    address, port = _address()
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+    while not store.num_keys():
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def _group(place: Place, store: Store, device_type: str, timeout_seconds: float) -> None:

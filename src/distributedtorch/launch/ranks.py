@@ -35,6 +35,9 @@ except OSError as error:
 KEPT, KEPT_VARIABLE, ATTEMPT_VARIABLE = "kept", "DISTRIBUTEDTORCH_KEPT", "DISTRIBUTEDTORCH_ATTEMPT"
 """The folder that outlives a start of all ranks, who says where it is, and who says which start this is."""
 
+AFTER_MAIN = "DISTRIBUTEDTORCH_AFTER_MAIN"
+"""Says of ranks above 0 that they begin when rank 0 has come to its first call that needs them, and why."""
+
 
 class Process(Protocol):
     """What is asked of a started process."""

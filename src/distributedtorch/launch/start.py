@@ -20,7 +20,7 @@ from distributedtorch.core.step import Loop
 from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
 from distributedtorch.launch import adopt, record, reserve
-from distributedtorch.launch.join import among_workers, client, join, part, regroup
+from distributedtorch.launch.join import among_workers, client, join, let_main_first, part, regroup
 from distributedtorch.launch.place import Place, find
 
 
@@ -46,6 +46,7 @@ def prepare() -> Place:
         _to_log(place)
     if place.launcher in ("mpirun", "srun"):
         _share_cores(place)
+    let_main_first(place)
     return place
 
 
