@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from distributedtorch import apart, attach, behind, filling, guard, inspect, met, precision, recipes, report
@@ -23,7 +25,7 @@ from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream, serve_all_loaders
 from distributedtorch.launch import fork, heap, reserve
 from distributedtorch.launch.adopt import check as check_group
-from distributedtorch.launch.adopt import unwrapped
+from distributedtorch.launch.adopt import switch_off_around, unwrapped
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import join_world
 from distributedtorch.launch.supervise import restart
@@ -68,6 +70,8 @@ def distribute(
     _start(verify_record.workers_here(workers), effective)
     world = here()
     objects = tuple(unwrapped(thing, place) for thing in objects)
+    if dist.is_initialized():
+        switch_off_around([thing for thing in objects if isinstance(thing, nn.Module)])
     effective.check(world.size + world.servers * bool(effective.apart), world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     alone = world.size + world.servers == 1

@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distributedtorch import attach
 from distributedtorch.core.errors import UsageError, explain
-from distributedtorch.core.override import override
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.world import World
 from distributedtorch.decide import Plateau, agreed, number
 from distributedtorch.inspect import WRAPPERS
+from distributedtorch.launch.adopt import switch_off
 from distributedtorch.report import say
 from distributedtorch.run import RUN
 
@@ -85,17 +85,12 @@ def _no_wrapper(world: World) -> None:
             return
         known = {id(param) for model in RUN.models for param in model.parameters()}
         if isinstance(wrapper, DistributedDataParallel) and known.issuperset(map(id, inside.parameters())):
-            world.undo.append(override(wrapper, "forward", _through_ddp))
+            world.undo.append(switch_off(wrapper))
             return say(world, f"{kind} around {type(inside).__name__} does nothing, for that is distributed already")
         do = f"take {kind} out: dt.distribute does what it does, and returns the model to go on with"
         raise UsageError(explain(f"{kind} around a model after dt.distribute", "one of the two", do))
 
     world.undo.append(register_module_module_registration_hook(made).remove)
-
-
-def _through_ddp(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of DistributedDataParallel's forward: without it the wrapper exchanges nothing."""
-    return self.module(*args, **kwargs)
 
 
 def _whole_windows(world: World) -> None:

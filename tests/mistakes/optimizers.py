@@ -531,6 +531,22 @@ model[0] = nn.parallel.DistributedDataParallel(model[0])
         before="exit 0, weights differ",
     ),
     Script(
+        name="the loop goes on with the DistributedDataParallel that was given",
+        body=GROUP
+        + "wrapped = nn.parallel.DistributedDataParallel(model)\n"
+        + "_, optimizer, loader = dt.distribute(wrapped, optimizer, loader)\n"
+        + LOOP.replace("model(x)", "wrapped(x)"),
+        before="?",
+    ),
+    Script(
+        name="the loop goes on with a DistributedDataParallel around the model that was given",
+        body=GROUP
+        + "wrapped = nn.parallel.DistributedDataParallel(model)\n"
+        + TWO_LINES
+        + LOOP.replace("model(x)", "wrapped(x)"),
+        before="?",
+    ),
+    Script(
         name="DataParallel after the call",
         body=TWO_LINES + "wrapped = nn.DataParallel(model)" + LOOP.replace("model(x)", "wrapped(x)"),
         before="right on CPU",
@@ -599,7 +615,6 @@ fully_shard(model)
         body=TWO_LINES
         + LOOP
         + """
-before = {k: v.clone() for k, v in model.state_dict().items()}
 model.to("meta")
 """
         + LOOP.replace("model(x), y", 'model(x.to("meta")), y.to("meta")'),
