@@ -8,12 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
-from distributedtorch import apart, attach, behind, filling, guard, inspect, precision, recipes, report
+from distributedtorch import apart, attach, behind, filling, guard, inspect, met, precision, recipes, report
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.blocks import check_named
 from distributedtorch.core.errors import LaunchError, UsageError, explain
 from distributedtorch.core.plan import Plan, resolve, sources
+from distributedtorch.core.step import Member
 from distributedtorch.core.world import World, here
 from distributedtorch.data.balance import Balance
 from distributedtorch.data.cursor import Share
@@ -23,7 +27,7 @@ from distributedtorch.data.stream import Stream, serve_all_loaders
 from distributedtorch.data.whole import watch_dims
 from distributedtorch.launch import fork, heap, reserve
 from distributedtorch.launch.adopt import check as check_group
-from distributedtorch.launch.adopt import unwrapped
+from distributedtorch.launch.adopt import switch_off_around, unwrapped
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import join_world
 from distributedtorch.launch.supervise import restart
@@ -69,6 +73,8 @@ def distribute(
     effective, origin = enter(plan, workers)
     world, place = here(), find()
     objects = tuple(unwrapped(thing, place) for thing in objects)
+    if dist.is_initialized():
+        switch_off_around([thing for thing in objects if isinstance(thing, nn.Module)])
     effective.check(world.size + world.servers * bool(effective.apart), world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
     alone = world.size + world.servers == 1
@@ -198,13 +204,44 @@ def _dims(given: int | Sequence[int] | None) -> Dims:
 def _attach_plain(objects: tuple[Any, ...], given: inspect.Given, plan: Plan, world: World, dims: Dims) -> Any:
     """One process: nothing is changed; steps and batches are counted, so that it can be saved and resumed."""
     behind.stand(world.loop)
-    for optimizer in given.optimizers:
-        before = optimizer.register_step_pre_hook(lambda *_: behind.hold_back())
-        after = optimizer.register_step_post_hook(lambda *_: world.loop.stepped(()))
-        world.undo += [before.remove, after.remove]
+    if RUN.plan is None:
+        met.stand(world, _take)
     loaders = {id(loader): _divided(loader, plan, world, dims) for loader in given.loaders}
     RUN.loaders += loaders.values()
     return _back([loaders.get(id(thing), thing) for thing in objects])
+
+
+def _take(given: Optimizer, owners: list[Member]) -> None:
+    """Take in an optimizer that was not given, in the place of those whose parameters it has. A group call."""
+    world, plan, one = here(), RUN.plan, inspect.Given(optimizers=[given])
+    assert plan is not None
+    mine = {id(param) for param in met.params_of(given)}
+    theirs = [known for known in RUN.optimizers if any(id(param) in mine for param in met.params_of(known))]
+    others = [known for known in RUN.optimizers if known not in theirs]
+    place = min((RUN.optimizers.index(known) for known in theirs), default=len(others))
+    if world.size > 1 or world.loop.expects:
+        inspect.check(one, RUN.models, others, world.size, plain=False)
+        if world.size > 1:
+            inspect.same_everywhere(one, [], plan, world.comm, RUN.models)
+        touched = any(member.touched_since_step for member in owners)
+        attach.let_go(owners, world)
+        RUN.optimizers[:] = others
+        _attach_parameters(one, plan, world, touched=touched)
+        attach.hand_over([m for m in world.loop.members if m.sync.optimizer is given], touched=touched)
+        report.say(world, f"{type(given).__name__}, not given to dt.distribute, is met: plan {plan} from here on")
+    RUN.optimizers[:] = [*others[:place], given, *others[place:]]
+
+
+def take_waiting() -> None:
+    """Take in optimizers that were not given: state is to be put into them. A group call."""
+    world, plan = here(), RUN.plan
+    if plan is None or world.servers or not attach.left(RUN.models, RUN.optimizers):
+        return
+    found = met.waiting(world)
+    if world.size > 1:
+        inspect.same_everywhere(inspect.Given(optimizers=found), [], plan, world.comm, RUN.models)
+    for one in found:
+        _take(one, met.owners_of(one, world))
 
 
 def _attach(
@@ -227,6 +264,7 @@ def _attach(
         world.undo += attach.recompute(given.models, plan.block)
     if RUN.plan is None:
         guard.stand(plan, world)
+        met.stand(world, _take)
     precision.attach(given.models, plan, world)
     early = plan.sync != "zero3" or not many
     if early:
@@ -261,15 +299,18 @@ def _watch_dims(given: inspect.Given, new: list[Loader], world: World) -> None:
         world.undo += watch_dims(model, rows)
 
 
-def _attach_parameters(given: inspect.Given, plan: Plan, world: World) -> None:
-    """Give every parameter a sync: those of optimizers, those of none, and frozen ones where the plan divides them."""
+def _attach_parameters(given: inspect.Given, plan: Plan, world: World, *, touched: bool = False) -> None:
+    """Give every parameter a sync: those of optimizers, those of none, and frozen ones where the plan divides them.
+
+    `touched`: gradients are there, of a backward that others have stood around.
+    """
     models = [*RUN.models, *given.models]
     if world.size > 1 and plan.begins_in_lockstep and not plan.lockstep:
         attach.none_left(models, [*RUN.optimizers, *given.optimizers], plan)
     for optimizer in given.optimizers:
         attach.optimizer(optimizer, models, plan, world, recipes.sync)
+    attach.rest(models, [*RUN.optimizers, *given.optimizers], plan, world, touched=touched)
     if world.size > 1 and plan.lockstep:
-        attach.rest(models, [*RUN.optimizers, *given.optimizers], world)
         if plan.sync == "zero3":
             attach.frozen(given.models, partial(recipes.divide_frozen, models=given.models, plan=plan, world=world))
         elif plan.share:
@@ -356,7 +397,7 @@ def _divided(loader: Any, plan: Plan, world: World, dims: Dims = None) -> Loader
 
     def on_batch(share: Share, batch: Any) -> None:
         behind.feeds(next((k for k, known in enumerate(RUN.loaders) if known is divided), 0))
-        if world.size == 1 and not world.loop.members:  # nothing is weighed or exchanged
+        if world.size == 1 and not world.loop.expects:
             return
         total = _length(divided)
         last = total is not None and divided.cursor.batch >= total

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import wraps
 from math import isnan
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from distributedtorch import attach
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.step import Member
 from distributedtorch.core.world import World
 from distributedtorch.decide import Plateau, agreed, number
+from distributedtorch.inspect import WRAPPERS
+from distributedtorch.launch.adopt import switch_off
+from distributedtorch.report import say
+from distributedtorch.run import RUN
 
 
 def stand(plan: Plan, world: World) -> None:
@@ -25,6 +33,9 @@ def stand(plan: Plan, world: World) -> None:
             _one_replica(world)
         if plan.lockstep:
             _first_derivatives(world)
+        _no_wrapper(world)
+    if plan.accumulate > 1:
+        _whole_windows(world)
     if plan.clip is not None:
         _one_clip(plan, world)
     if plan.precision is not None or plan.accumulate > 1 or not plan.exact:
@@ -65,6 +76,53 @@ def _one_scale(plan: Plan, world: World) -> None:
 
     torch.amp.GradScaler.scale = refuse  # type: ignore[method-assign,assignment]
     world.undo.append(lambda: setattr(torch.amp.GradScaler, "scale", scale))
+
+
+def _no_wrapper(world: World) -> None:
+    """Take DistributedDataParallel off what is distributed already, as it is made; refuse its like."""
+
+    def made(wrapper: nn.Module, _: str, inside: nn.Module) -> None:
+        kind = type(wrapper).__name__
+        if kind not in WRAPPERS:
+            return
+        ours = {id(module) for model in RUN.models for module in model.modules()}  # parameters may be others already
+        if ours.isdisjoint(map(id, inside.modules())):
+            return
+        known = {id(param) for model in RUN.models for param in model.parameters()}
+        if isinstance(wrapper, DistributedDataParallel) and known.issuperset(map(id, inside.parameters())):
+            world.undo.append(switch_off(wrapper))
+            return say(world, f"{kind} around {type(inside).__name__} does nothing, for that is distributed already")
+        do = f"take {kind} out: dt.distribute does what it does, and returns the model to go on with"
+        raise UsageError(explain(f"{kind} around a model after dt.distribute", "one of the two", do))
+
+    world.undo.append(register_module_module_registration_hook(made).remove)
+
+
+def _whole_windows(world: World) -> None:
+    """Let schedulers count optimizer steps: inside a window of several batches `step` does nothing, on any of them."""
+
+    def stand_before(kind: type[LRScheduler]) -> None:
+        original = kind.step
+
+        @wraps(original)
+        def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+            counts = getattr(self, "_step_count", 1) == 0  # its constructor's own step
+            if counts or not any(member.calls for member in attach.trained_with(self.optimizer, world.loop)):
+                original(self, *args, **kwargs)
+
+        kind.step = step  # type: ignore[method-assign]
+        world.undo.append(lambda: setattr(kind, "step", original))
+
+    for kind in _with_step(LRScheduler):
+        stand_before(kind)
+
+
+def _with_step(kind: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
+    """A class and those made from it, as far as they have a `step` of their own."""
+    if "step" in vars(kind):
+        yield kind
+    for one in kind.__subclasses__():
+        yield from _with_step(one)
 
 
 def _one_metric(world: World) -> None:

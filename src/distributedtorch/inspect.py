@@ -24,7 +24,7 @@ from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.loader import Loader
 from distributedtorch.sync import optimizers
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "_FabricModule")
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "_FabricModule")
 
 
 @dataclass
@@ -103,7 +103,7 @@ def check(given: Given, models: Sequence[nn.Module], earlier: Sequence[Optimizer
 
 def _check_model(model: nn.Module, world: int) -> None:
     kind = type(model).__name__
-    if kind in _WRAPPERS or hasattr(model, "_fsdp_state") or "FSDP" in kind:
+    if kind in WRAPPERS or hasattr(model, "_fsdp_state") or "FSDP" in kind:
         do = "pass the plain model: dt.distribute does what the wrapper does"
         raise UsageError(explain(f"the model is wrapped in {kind}", "a plain nn.Module", do))
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)

@@ -27,6 +27,7 @@ from distributedtorch.checkpoint.place import Place
 from distributedtorch.contents import check_state
 from distributedtorch.core.errors import CheckpointError, DistributedTorchError, explain
 from distributedtorch.core.world import here
+from distributedtorch.distribute import take_waiting
 from distributedtorch.launch import record
 from distributedtorch.launch.start import join_world
 from distributedtorch.run import RUN
@@ -109,6 +110,8 @@ def load(
         CheckpointError: Damaged, missing, or of another model; raised on all ranks, and nothing is changed.
     """
     join_world()
+    if model is None:
+        take_waiting()
     found = _find(path, model, check_state(state))
     if found is None:
         given = f"{os.fspath(path)} holds no checkpoint"
@@ -142,6 +145,7 @@ def resume(
     """
     world = join_world()
     _refuse_nothing()
+    take_waiting()
     every = None if save_every is None else _period(save_every)
     if every is not None and every[0] is None and any(not member.sync.meets for member in world.loop.members):
         given, do = f"save_every={save_every!r} under {RUN.plan}", "give a number of steps: save_every=500"

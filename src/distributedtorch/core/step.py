@@ -52,7 +52,11 @@ class Member:
         self.exchanging = True
         """Whether the present backward exchanges."""
         self.window = Window()
+        self.fed: list[Rows] = []
+        """Under `accumulate`, the batches that gave it gradients since `step` was called last."""
         self.hooks: list[RemovableHandle] = []
+        self.let_go: Callable[[], None] = lambda: None
+        """What makes the objects of its optimizer plain again. A group call."""
 
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank that is still to be exchanged."""
@@ -97,6 +101,10 @@ class Loop:
         """What this rank alone asked for, to be carried out by all after a step (saves)."""
         self.requested = 0
         """The most such requests any rank had at the last exchange."""
+        self.before_backward: list[Callable[[], None]] = []
+        """Called once, before the next backward or step: what could not be made ready earlier."""
+        self.updating = False
+        """Whether an optimizer's own update runs: it may call others'."""
         self._original: Callable[..., None] | None = None
 
     def stepped(self, members: Sequence[Member]) -> None:
@@ -104,7 +112,7 @@ class Loop:
         self.steps += 1
         for member in members:
             member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
-            member.counted, member.summed = -1, None
+            member.counted, member.summed, member.fed = -1, None, []
             member.seen = [False] * len(member.seen)
             member.window.stepped()
             member.sync.stepped()
@@ -137,10 +145,25 @@ class Loop:
             member.hooks.append(param.register_post_accumulate_grad_hook(self._hook(member, index)))
             if self._own_hooks:
                 member.hooks.append(param.register_hook(self._weigher(member)))
+        self.stand()
+        return member
+
+    def stand(self) -> None:
+        """Stand around every backward from now on."""
         if self._original is None:
             self._original = torch.autograd.backward
             torch.autograd.backward = self._around(self._original)
-        return member
+
+    @property
+    def expects(self) -> bool:
+        """Whether gradients are weighed or exchanged, or will be."""
+        return bool(self.members or self.before_backward)
+
+    def make_ready(self) -> None:
+        """Do what is to be done before the next backward or step. A group call where there is something to do."""
+        waiting, self.before_backward = self.before_backward, []
+        for act in waiting:
+            act()
 
     def remove(self, member: Member) -> None:
         """Let one sync go."""
@@ -156,15 +179,19 @@ class Loop:
         self.batches.close()
         self.members, self.batches, self.explicit, self._own_hooks = [], Batches(), None, 0
         self.requests, self.requested, self._broken, self.loss_scale = [], 0, False, None
+        self.before_backward = []
         if self._original is not None:
             torch.autograd.backward, self._original = self._original, None
 
     def _hook(self, member: Member, index: int) -> Callable[[Tensor], None]:
-        name = member.sync.names[index]
+        name, given = member.sync.names[index], member.sync.params[index]
+        plain, dtype, device = type(given) is torch.nn.Parameter, given.dtype, given.device
 
         def hook(param: Tensor) -> None:
             if self.depth == 0:
                 raise UsageError(_unseen_backward(name))
+            if plain and (param.dtype is not dtype or param.device != device):  # others tell when they are changed
+                raise UsageError(_converted(name, f"{dtype} on {device}", f"{param.dtype} on {param.device}"))
             foreign = len(param._backward_hooks or ()) - self._own_hooks
             if foreign > 0 and self.comm.world > 1:
                 raise UsageError(_hooked(name))
@@ -211,6 +238,7 @@ class Loop:
                     return original(tensors, *args, **kwargs)
                 finally:
                     self.depth -= 1
+            self.make_ready()
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if self.loss_scale is not None:
                 args, kwargs = self._scaled(roots, args, kwargs)
@@ -244,7 +272,8 @@ class Loop:
         rows = self.batches.settle(explicit=self.explicit is not None)
         rows = self.explicit or rows
         mine = 0 if rows is None else int(rows.mine)
-        self.losses = Seen() if self.explicit else read(roots, self.comm.world, mine)
+        losses = [root for root in roots if not root.is_meta]
+        self.losses = Seen() if self.explicit else read(losses, self.comm.world, mine)
         for observe in self.observers:
             observe(roots, rows)
         share = 1.0 if rows is None or self.explicit else rows.mine * self.comm.world / rows.everywhere
@@ -254,6 +283,8 @@ class Loop:
             member.touched = False
             member.seen = [False] * len(member.seen)
             member.closing = member.calls + 1 >= member.accumulate or bool(rows and rows.last)
+            if member.fed and not member.sync.pending and all(param.grad is None for param in member.sync.params):
+                member.fed = []  # the user has dropped what they gave
             self._count(member)
             windowed = member.units and not self._summed
             member.weight = share * self.present_units / member.units[0] if windowed else share
@@ -287,8 +318,19 @@ class Loop:
         if member.summed not in (None, self._summed) and member.accumulate > 1:
             raise UsageError(_SUM_AND_MEAN)
         member.counted, member.summed = member.calls, self._summed
+        if member.accumulate > 1:
+            self._one_batch_per_step(member)
         window = member.units[0] / sum(member.units) if member.units and not member.summed else 1.0
         member.sync.scale = window / self.comm.world / member.sync.root
+
+    def _one_batch_per_step(self, member: Member) -> None:
+        """Refuse a window that the loop makes by hand inside the plan's: `step` is called after every batch."""
+        rows = self.batches.present
+        if rows is None or any(rows is known for known in member.fed):
+            return
+        if any(rows.source == known.source for known in member.fed):
+            raise UsageError(_by_hand(member.accumulate))
+        member.fed.append(rows)
 
     def _end(self) -> None:
         exchanging = [m for m in self.members if m.sync.lockstep and (m.exchanging or m.sync.eager)]
@@ -397,6 +439,15 @@ class Loop:
                 member.seen[index] = True
                 member.sync.ready(index, again=False)
         self._end()
+
+    def called(self, members: Sequence[Member]) -> bool:
+        """The user calls `step`: exchange what was put into `p.grad` without a backward. Result: whether it acts."""
+        for member in members:
+            if not member.touched_since_step and member.sync.assigned():
+                self.exchange_assigned(member)
+            member.calls += 1
+            member.fed = []
+        return members[0].closing
 
     def meet(self, name: str, numbers: Sequence[float]) -> list[list[float]]:
         """Replicas that step alone come together: every rank's numbers, if all have taken as many steps."""
@@ -543,6 +594,23 @@ _BROKEN = explain(
     "every rank to finish every backward: the others have waited for this one's gradients",
     "let the exception end the run, or make the batch smaller; skipping a batch on one rank cannot be exact",
 )
+
+
+def _by_hand(batches: int) -> str:
+    return explain(
+        f"a second batch gave gradients before optimizer.step() was called, under accumulate={batches}: the loop "
+        "accumulates by hand too",
+        f"optimizer.step() after every batch: the plan counts its calls, and acts once in {batches} of them",
+        "take the condition around optimizer.step() out of the loop, or accumulate= out of the plan",
+    )
+
+
+def _converted(name: str, was: str, now: str) -> str:
+    return explain(
+        f"parameter {name!r} was {was} at dt.distribute and is {now} now (model.double(), .half(), .to(...))",
+        "parameters that keep their type and device: gradients and optimizer state are laid out for them",
+        "convert or move the model before dt.distribute",
+    )
 
 
 def _uneven_windows(positions: list[float]) -> str:

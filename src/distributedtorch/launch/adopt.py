@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.nn.parallel import DistributedDataParallel
 
 from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.core.override import override
 from distributedtorch.launch.place import Place
 
 _REMOVE = "remove init_process_group: dt.distribute makes its own group"
@@ -78,7 +80,7 @@ def unwrapped(thing: object, place: Place) -> object:
     if not isinstance(thing, DistributedDataParallel):
         return thing
     model: nn.Module = thing.module
-    thing._remove_autograd_hooks()
+    switch_off(thing)
     if place.rank == 0:
         print(
             f"distributedtorch: DistributedDataParallel is taken off {type(model).__name__}: go on with the model that "
@@ -86,3 +88,18 @@ def unwrapped(thing: object, place: Place) -> object:
             file=sys.stderr,
         )
     return model
+
+
+def switch_off(wrapper: DistributedDataParallel) -> Callable[[], None]:
+    """Let a wrapper exchange nothing: calls go straight to its model. Result: what gives it its own forward again."""
+    if hasattr(wrapper, "reducer"):  # else it is being made, and has no hooks to arm
+        wrapper._remove_autograd_hooks()
+    return override(wrapper, "forward", lambda self, *args, **kwargs: self.module(*args, **kwargs))
+
+
+def switch_off_around(models: Sequence[nn.Module]) -> None:
+    """Do so with wrappers that a script has made around these models or parts of them: the loop may go on with them."""
+    mine = {id(module) for model in models for module in model.modules()}
+    for one in gc.get_objects():  # not isinstance: asking an object for its class may run code of its own
+        if issubclass(type(one), DistributedDataParallel) and id(one.module) in mine:
+            switch_off(one)
