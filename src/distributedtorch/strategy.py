@@ -299,7 +299,7 @@ def _exchanged(mine: list[Any], mark: int, rows: Rows | None, weighed: list[Tens
         if _is_whole(number) and not _is_bool(number):
             raise UsageError(_whole(number))
     head = [float(mark), rows.mine if rows else 1.0]
-    vector = torch.tensor(head + [float(number) for number in mine], dtype=torch.float64)
+    vector = torch.tensor(head + [float(_apart(number)) for number in mine], dtype=torch.float64)
     every = here().comm.exchange(f"run, {len(mine)} numbers", vector)
     if (every[:, 0] != every[0, 0]).any():
         raise UsageError(_OTHER_BATCH)

@@ -192,9 +192,8 @@ def main_first() -> Iterator[None]:
     world = join_world()
     turns = 1 if world.local_size == world.size else 2
     mine = 0 if is_main() else 1 if turns > 1 and world.local_rank == 0 else turns
-    for turn in range(turns):
-        if turn == mine:
-            yield
+    for _ in range(mine):
         world.comm.barrier("main first")
-    if mine == turns:
-        yield
+    yield
+    for _ in range(turns - mine):
+        world.comm.barrier("main first")

@@ -82,10 +82,11 @@ def test_a_strategy_prints_the_losses_of_one_process(face: str, world: int, loss
     ended = forked.run(world, f"examples.{face}", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == losses
-    assert f"{world} workers (dt.launch, not " in ended.stderr or world == 2
+    assert f"{world} workers (dt.launch" in ended.stderr
 
 
-@pytest.mark.parametrize("face", [FACES[0], *(pytest.param(face, marks=pytest.mark.long) for face in FACES[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize("face", FACES)
 def test_a_strategy_starts_its_workers(face: str, losses: str, tmp_path: Path) -> None:
     ended = run(tmp_path, FOLDER / f"{face}.py")
     assert ended.returncode == 0, ended.stderr

@@ -134,6 +134,14 @@ OTHERS = [
         plans=("ddp",),
     ),
     Script(
+        name="BatchNorm in a step",
+        body=around("model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))")
+        .replace("batch_size=9", "batch_size=6")
+        .replace("range(3)", "range(2)"),
+        before="refused: run() before scope()",
+        plans=("ddp",),
+    ),
+    Script(
         name="batches drawn by hand",
         body=around(
             """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -61,6 +62,17 @@ def adopt(place: Place) -> Store:
 def client() -> Store:
     """A connection of its own to the store of the script's group."""
     return PrefixStore("distributedtorch", _get_default_store().clone())  # type: ignore[attr-defined]
+
+
+def before_make(act: Callable[[], None]) -> None:
+    """Have something done before the script makes a process group: it waits there for the other ranks."""
+    make = dist.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        act()
+        make(*args, **kwargs)
+
+    dist.init_process_group = init_process_group
 
 
 def before_destroy(act: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -66,14 +67,14 @@ def join(place: Place, *, device_type: str, timeout_seconds: float = 1800) -> St
 def let_main_first(place: Place) -> None:
     """On ranks above 0, where that was asked for, return when rank 0 has come to meet the others.
 
-    It has when it has put anything into the store, by this library or by a process group of the script's own.
+    It meets them by this library, or by a process group that its script makes.
     """
     asked = os.environ.pop(ranks.AFTER_MAIN, "")  # not for the processes that this one starts
-    if not asked or place.rank == 0 or place.launcher != "dtorch":
+    if not asked or place.run_folder is None:
         return
-    address, port = _address()
-    store = TCPStore(address, port, is_master=False, wait_for_workers=False)
-    while not store.num_keys():
+    if place.rank == 0:
+        adopt.before_make(partial(record.comes, place))
+    while place.rank and not record.has_come(place.run_folder, 0):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 

@@ -132,6 +132,17 @@ def joined(place: Place) -> None:
         (place.run_folder / f"joined.{place.rank}").touch(mode=0o600)
 
 
+def comes(place: Place) -> None:
+    """Tell the other ranks of this host that this one waits for them now."""
+    if place.run_folder is not None:
+        (place.run_folder / f"came.{place.rank}").touch(mode=0o600)
+
+
+def has_come(folder: Path, rank: int) -> bool:
+    """Whether a rank waits for the others, or has."""
+    return any((folder / f"{word}.{rank}").exists() for word in ("joined", "came"))
+
+
 def serves(number: int) -> None:
     """This process only serves from now on: it is spoken of as that server."""
     place = _here.place
