@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distributedtorch.core.batches import Rows
-from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.errors import UsageError, explain, unread
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.launch.start import join_world
 from distributedtorch.run import RUN
@@ -47,9 +48,10 @@ def device() -> torch.device:
 
 
 def print(*values: Any, **kwargs: Any) -> None:
-    """`print` on rank 0 only."""
-    if is_main():
-        builtins.print(*values, **kwargs)
+    """`print` on rank 0 only. Where nobody reads it any more, the line is lost and not the run."""
+    if is_main() and (stream := kwargs.get("file") or sys.stdout) is not None:
+        with unread(stream):
+            builtins.print(*values, **kwargs)
 
 
 def barrier() -> None:

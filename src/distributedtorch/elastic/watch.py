@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import NoReturn, Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distributedtorch.core import where
-from distributedtorch.core.errors import DesyncError
+from distributedtorch.core.errors import DesyncError, tell
 
 _SECONDS_BETWEEN_BEATS = 1.0
 _SECONDS_TO_SUSPECT = 3.0
@@ -271,7 +270,7 @@ def _decode(raw: bytes) -> _Beat:
 
 
 def _say(text: str) -> None:
-    print(f"distributedtorch: {text}", file=sys.stderr, flush=True)
+    tell(f"distributedtorch: {text}")
 
 
 def _end(text: str) -> NoReturn:

@@ -12,7 +12,6 @@ import contextlib
 import ipaddress
 import os
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.core.errors import LaunchError, explain, tell
 from distributedtorch.launch import address as addresses
 from distributedtorch.launch import adopt, record
 from distributedtorch.launch import port as ports
@@ -122,10 +121,9 @@ def _join_torchrun(place: Place, timeout_seconds: float) -> None:
     if place.local_world == place.world:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if place.rank == 0 and not _is_loopback(address):
-        print(
+        tell(
             f"distributedtorch: torchrun's store listens beyond loopback ({address}:{port}) without a key, "
-            "and gloo and NCCL send clear text: keep that network private",
-            file=sys.stderr,
+            "and gloo and NCCL send clear text: keep that network private"
         )
     try:
         store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=timedelta(seconds=timeout_seconds)))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.launch import private
 
 _SHIM = """
 import ctypes, os, signal, sys
@@ -60,6 +61,8 @@ class Rank:
     """Monotonic time at which its end was seen."""
     stopped: bool = False
     """Whether the supervisor has sent it a signal."""
+    joined: bool = False
+    """Whether its script has called dt.distribute."""
 
     def look(self) -> int | None:
         """Take note of an end without giving the process number back."""
@@ -91,7 +94,7 @@ def start(number: int, command: list[str], environ: Mapping[str, str], folder: P
         process = subprocess.Popen(shim, env=environ, start_new_session=True)
         return Rank(number, process, os.pidfd_open(process.pid), None)
     log = folder / f"rank{number}.log"
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
+    with open(private.create(log, os.O_WRONLY | os.O_APPEND), "ab") as out:
         process = subprocess.Popen(
             shim, env=environ, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
         )

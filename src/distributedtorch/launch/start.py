@@ -19,7 +19,7 @@ from distributedtorch.core.shared import share
 from distributedtorch.core.step import Loop
 from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
-from distributedtorch.launch import adopt, record, reserve
+from distributedtorch.launch import adopt, private, record, reserve
 from distributedtorch.launch.join import among_workers, client, join, part, regroup
 from distributedtorch.launch.place import Place, find
 
@@ -54,7 +54,7 @@ def log_folder(place: Place) -> Path | None:
     if place.launcher == "none":
         return None
     torchrun = f"torchrun-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ.get('MASTER_PORT')}"
-    return place.run_folder or Path(".dtorch") / (place.job or torchrun)
+    return place.run_folder or private.home() / (place.job or torchrun).replace("/", "_")
 
 
 def _share_cores(place: Place) -> None:
@@ -72,8 +72,7 @@ def _to_log(place: Place) -> None:
     """Without a supervisor: standard output of ranks above 0 goes to a file; errors stay where they are shown."""
     folder = log_folder(place)
     assert folder is not None
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = os.open(folder / f"rank{place.rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    log = private.create(private.folder(folder) / f"rank{place.rank}.log", os.O_WRONLY | os.O_APPEND, new=False)
     sys.stdout.flush()
     os.dup2(log, 1)
     os.close(log)

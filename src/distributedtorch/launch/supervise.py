@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -27,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from distributedtorch.core.errors import LaunchError, PlanError, UsageError, explain
+from distributedtorch.core.errors import LaunchError, PlanError, UsageError, explain, tell
 from distributedtorch.launch import port as ports
 from distributedtorch.launch import ranks as processes
-from distributedtorch.launch import record, verdict
+from distributedtorch.launch import private, record, verdict
 from distributedtorch.launch import script as scripts
 from distributedtorch.launch.ranks import Rank
 
@@ -68,19 +69,22 @@ def supervise(
         raise LaunchError(explain(f"{workers} workers given", "at least 1", "give --workers a number from 1 up"))
     if restarts < 0:
         raise LaunchError(explain(f"{restarts} restarts given", "0 or more", "give --restarts a number from 0 up"))
+    _refuse_lost_folder()
     if script is not None:
         scripts.check(script, workers)
+    _have_standard_streams()
     job = _attempt(command, workers, plan, port, Again(restarts=restarts))
-    first = job.folder
+    first, took_part = job.folder, False
     try:
         for attempt in range(1, restarts + 1):
-            if not job.may_start_again():
+            took_part = took_part or all(rank.joined for rank in job.ranks)
+            if not took_part or not job.failed or job.signal is not None:
                 break
             found = verdict.judge(job.ranks, job.folder)
             if found.text.startswith(_MISTAKES):
                 break
-            _print(verdict.headline(found, job.folder))
-            _print(f"dtorch: starting again ({attempt} of {restarts})")
+            tell(verdict.headline(found, job.folder))
+            tell(f"dtorch: starting again ({attempt} of {restarts})")
             job = _attempt(command, workers, plan, port, Again(restarts=restarts, attempt=attempt, first=first))
     finally:
         shutil.rmtree(first / processes.KEPT, ignore_errors=True)
@@ -133,6 +137,8 @@ class Job:
         self.failed = False
         self.unjoined: int | None = None
         self.signal: int | None = None
+        self.listen: Callable[[], None] = lambda: None
+        """Hears what ranks have said by now."""
         self._due: list[tuple[float, int]] = []
 
     def add(self, rank: Rank) -> None:
@@ -168,17 +174,12 @@ class Job:
         """One line from a rank."""
         word, _, text = line.partition(" ")
         if word == "say":
-            _print(f"dtorch: {text}")
+            tell(f"dtorch: {text}")
         elif word == "raised":
             self.fail()
-
-    def has_joined(self, rank: Rank) -> bool:
-        """Whether its script has called dt.distribute."""
-        return (self.folder / f"joined.{rank.number}").exists()
-
-    def may_start_again(self) -> bool:
-        """Whether a rank failed on its way, not at its start, and nobody asked for the end."""
-        return self.failed and self.signal is None and all(map(self.has_joined, self.ranks))
+        elif word == "joined":
+            for rank in self.ranks:
+                rank.joined = rank.joined or str(rank.number) == text
 
     def clear(self) -> None:
         for rank in self.ranks:
@@ -189,7 +190,9 @@ class Job:
             return
         rank.ended = time.monotonic()
         self.selector.unregister(rank.pidfd)
-        if rank.status == 0 and len(self.ranks) > 1 and not self.failed and not self.has_joined(rank):
+        self.listen()
+        rank.joined = rank.joined or (self.folder / f"joined.{rank.number}").exists()  # where there are no fifos
+        if rank.status == 0 and len(self.ranks) > 1 and not self.failed and not rank.joined:
             self.unjoined = rank.number
         if rank.status != 0 or self.unjoined is not None:
             self.fail()
@@ -203,14 +206,14 @@ class Job:
 def _conclude(job: Job, workers: int) -> int:
     """Print what there is to say, tidy the run folder, and give the exit code."""
     if job.signal is not None:
-        _print(f"dtorch: ended by {signal.Signals(job.signal).name}; logs: {job.folder}")
+        tell(f"dtorch: ended by {signal.Signals(job.signal).name}; logs: {job.folder}")
         return 128 + job.signal
     if job.unjoined is not None:
-        _print(f"dtorch: {_unjoined(job, workers)}\n  logs: {job.folder}")
+        tell(f"dtorch: {_unjoined(job, workers)}\n  logs: {job.folder}")
         return 2
     if job.failed:
         found = verdict.judge(job.ranks, job.folder)
-        _print(verdict.headline(found, job.folder))
+        tell(verdict.headline(found, job.folder))
         return found.code
     tidy(job)
     return 0
@@ -218,14 +221,14 @@ def _conclude(job: Job, workers: int) -> int:
 
 def tidy(job: Job) -> None:
     """After a good end: remove the run folder where no rank has written anything into its log."""
-    if all(rank.log is None or rank.log.stat().st_size == 0 for rank in job.ranks):
+    if not any(rank.log is not None and rank.log.exists() and rank.log.stat().st_size for rank in job.ranks):
         shutil.rmtree(job.folder, ignore_errors=True)
         with contextlib.suppress(OSError):
-            job.folder.parent.rmdir()
+            job.folder.parent.rmdir()  # only where it is empty
 
 
 def _unjoined(job: Job, workers: int) -> str:
-    took_part = [rank.number for rank in job.ranks if job.has_joined(rank)]
+    took_part = [rank.number for rank in job.ranks if rank.joined]
     if not took_part:
         return scripts.unjoined(workers)
     return explain(
@@ -236,18 +239,18 @@ def _unjoined(job: Job, workers: int) -> str:
 
 
 def run_folder() -> Path:
-    """`.dtorch/<UTC time>-<pid>` under the working folder, for this user only."""
+    """`.dtorch/<UTC time>-<random>` under the working folder, for this user only; in the temporary folder if need be."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-    folder = Path.cwd() / ".dtorch" / f"{now}-{os.getpid()}"
-    try:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        while folder.exists():  # one process may supervise twice within a second
-            folder = folder.with_name(folder.name + "-next")
-        folder.mkdir(mode=0o700)
-    except OSError as error:
-        given = f"{folder.parent} cannot be written: {error.strerror}"
-        raise LaunchError(explain(given, "a folder for logs", "start from a folder you may write to")) from None
-    return folder
+    while True:
+        folder = private.home() / f"{now}-{secrets.token_hex(4)}"
+        try:
+            folder.mkdir(mode=0o700)
+            return folder
+        except FileNotFoundError:  # a job that has just ended found its parent empty, and removed it
+            continue
+        except OSError as error:
+            given = f"{folder.parent} cannot be written: {error.strerror}"
+            raise LaunchError(explain(given, "a folder for logs", "start from a folder you may write to")) from None
 
 
 @contextlib.contextmanager
@@ -255,11 +258,24 @@ def supervised(folder: Path) -> Iterator[Job]:
     """A job with ears for signals and for its ranks; whatever happens, nothing of it is left running."""
     with selectors.DefaultSelector() as selector:
         job = Job(folder, selector)
-        with _signals(selector, job.interrupt), _news(selector, folder, job.hear):
+        with _waited_for(), _signals(selector, job.interrupt), _news(selector, job):
             try:
                 yield job
             finally:
                 job.clear()
+
+
+@contextlib.contextmanager
+def _waited_for() -> Iterator[None]:
+    """Ends of children can be asked for, also where whoever started this process had them ignored."""
+    before = signal.getsignal(signal.SIGCHLD)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if before is signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, before)
 
 
 @contextlib.contextmanager
@@ -291,9 +307,9 @@ def _signals(selector: selectors.BaseSelector, act: Callable[[int], None]) -> It
 
 
 @contextlib.contextmanager
-def _news(selector: selectors.BaseSelector, folder: Path, hear: Callable[[str], None]) -> Iterator[None]:
+def _news(selector: selectors.BaseSelector, job: Job) -> Iterator[None]:
     """The fifo on which ranks speak. A file system without fifos costs the news, not the run."""
-    path = folder / record.NEWS
+    path = job.folder / record.NEWS
     try:
         os.mkfifo(path, 0o600)
         fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing too, so that it never ends
@@ -302,9 +318,11 @@ def _news(selector: selectors.BaseSelector, folder: Path, hear: Callable[[str], 
         return
 
     def listen() -> None:
-        for line in os.read(fifo, 65536).decode(errors="replace").splitlines():
-            hear(line)
+        with contextlib.suppress(BlockingIOError):  # all was heard already
+            for line in os.read(fifo, 65536).decode(errors="replace").splitlines():
+                job.hear(line)
 
+    job.listen = listen
     selector.register(fifo, selectors.EVENT_READ, listen)
     try:
         yield
@@ -313,16 +331,27 @@ def _news(selector: selectors.BaseSelector, folder: Path, hear: Callable[[str], 
         path.unlink(missing_ok=True)
 
 
-def _print(text: str) -> None:
-    """To stderr; a closed terminal must not stop the supervisor from ending the ranks."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+def _have_standard_streams() -> None:
+    """Where a standard stream is closed, something else would get its number, and what ranks print."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    while nowhere <= 2:
+        os.set_inheritable(nowhere, True)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+    os.close(nowhere)
 
 
 def _refuse_platform(workers: int) -> None:
     if workers > 1 and not sys.platform.startswith("linux"):
         given = f"{workers} workers given on {sys.platform}"
         raise LaunchError(explain(given, "Linux for several processes", "run one process here, or start on Linux"))
+
+
+def _refuse_lost_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        given = f"the working folder is gone ({error.strerror})"
+        raise LaunchError(explain(given, "a folder to run in", "change into one that is there")) from None
 
 
 def restart(workers: int) -> NoReturn:

@@ -58,7 +58,7 @@ def _cause(rank: Rank, end: End | None, folder: Path) -> Verdict | None:
     """What speaks for this rank being the first to fail, if anything."""
     if end is not None and end.kind == "raised":
         return None if end.consequence else _raised(end, rank.status or 0)
-    step = "" if is_server(folder, rank.number) else _step(step_of(folder, rank.number))
+    step = "" if is_server(folder, rank.number) else _step(step_of(folder, rank.number), joined=rank.joined)
     detail = step + _tail(rank.log)
     if end is not None and end.kind == "exit" and end.code:  # also where it was stopped on its way out
         text = f"exited with code {end.code} at {end.where}"
@@ -114,7 +114,9 @@ def killed(number: int) -> str:
     return f"was killed by {name} (signal {number}){hint}"
 
 
-def _step(step: int | None) -> str:
+def _step(step: int | None, *, joined: bool) -> str:
+    if step is None and joined:  # what it had noted was cleared away
+        return ""
     return f"at step {step}\n" if step is not None else "before it joined\n"
 
 
