@@ -41,8 +41,12 @@ class LockError(DistributedTorchError):
 class PeerError(DistributedTorchError):
     """Another rank ended or failed. Never the first cause: the supervisor looks further for that."""
 
-    rank: int | None = None
+    rank: int | None
     """Which one, where that is known."""
+
+    def __init__(self, *said: object, rank: int | None = None) -> None:
+        super().__init__(*said)
+        self.rank = rank
 
 
 class RankError(DistributedTorchError):

@@ -7,6 +7,7 @@ import os
 import sys
 
 from distributedtorch.core.plan import Plan
+from distributedtorch.launch import ranks
 from distributedtorch.launch.supervise import supervise
 
 
@@ -17,6 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="PORT", help="where they meet on loopback (default: a free one)")
     parser.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start all again after a failure, at most so often"
+    )
+    parser.add_argument(
+        "--hang",
+        metavar="TIME",
+        help="how long a rank waits for one that does not come before the job ends, say 5min, or off "
+        f"(default: {ranks.HANG_WITH_RESTARTS} with --restarts, else 30min)",
     )
     parser.add_argument(
         "--reserve", metavar="WHAT", help="leave to other jobs: devices=1,memory=8GiB (of each device in use), or one"
@@ -35,6 +42,8 @@ def act(arguments: argparse.Namespace) -> int:
 
         reserve.parse(wanted)
         os.environ[reserve.RESERVE] = wanted
+    if arguments.hang is not None:
+        os.environ[ranks.HANG_VARIABLE] = arguments.hang
     command = [sys.executable, *(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     script = None if arguments.module else arguments.script
     return supervise(

@@ -179,10 +179,7 @@ def _become(environ: Mapping[str, str], echoes: list[_Echo], log: Path, listener
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     listener.close()
-    if echoes:
-        targets = [echo.mouth for echo in echoes]
-    else:
-        targets = [private.create(log, os.O_WRONLY | os.O_APPEND)] * 2
+    targets = [echo.mouth for echo in echoes] or [private.create(log, os.O_WRONLY | os.O_APPEND)] * 2
     os.dup2(targets[0], 1)
     os.dup2(targets[1], 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115

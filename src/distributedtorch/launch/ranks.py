@@ -9,7 +9,9 @@ come to mean another process.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +37,12 @@ except OSError as error:
 
 KEPT, KEPT_VARIABLE, ATTEMPT_VARIABLE = "kept", "DISTRIBUTEDTORCH_KEPT", "DISTRIBUTEDTORCH_ATTEMPT"
 """The folder that outlives a start of all ranks, who says where it is, and who says which start this is."""
+
+
+HANG_VARIABLE, HANG_WITH_RESTARTS = "DISTRIBUTEDTORCH_HANG", "10min"
+"""How long a rank waits for one that does not come, and how long where the job is then started again."""
+_HANG = "30min"
+_UNITS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Process(Protocol):
@@ -108,6 +116,18 @@ def restarts_asked() -> int:
         do = "set it to how often ranks may be started again, or unset it"
         raise LaunchError(explain(f"DISTRIBUTEDTORCH_RESTARTS={text!r}", "a whole number, 0 or more", do))
     return int(text)
+
+
+def hang_asked() -> float:
+    """After how many seconds of waiting for a rank that does not come the job ends: `DISTRIBUTEDTORCH_HANG`."""
+    text = os.environ.get(HANG_VARIABLE, _HANG)
+    if text == "off":
+        return math.inf
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", text)
+    if found is None or float(found[1]) == 0:
+        do = "give --hang 5min, or set DISTRIBUTEDTORCH_HANG=5min"
+        raise LaunchError(explain(f"a hang of {text!r}", "a time above 0 in s, min or h, or off", do))
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def environment(number: int, workers: int, port: int, folder: Path, plan: str | None) -> dict[str, str]:

@@ -71,6 +71,10 @@ class End:
     """Monotonic, so comparable between the processes of one host."""
     consequence: bool = False
     """Whether another rank's end caused it."""
+    peer: int | None = None
+    """Which rank, where that is known."""
+    missing: int | None = None
+    """The rank that did not come, where this one ended because it had waited for too long."""
 
 
 class _Rank:
@@ -97,6 +101,11 @@ def note(step: int) -> None:
     _here.step = step
     if _here.seen is not None:
         _here.seen[0] = step
+
+
+def has_stepped() -> bool:
+    """Whether this process has come to the end of an optimizer step."""
+    return _here.step > 0
 
 
 def failed() -> bool:
@@ -167,10 +176,14 @@ def say(text: str) -> None:
         tell(f"dtorch: {text}")
 
 
-def fail(text: str) -> NoReturn:
-    """End this rank at once because ranks disagree; from any thread. Printed here only without a supervisor."""
+def fail(text: str, *, missing: int | None = None) -> NoReturn:
+    """End this rank at once because ranks disagree, or one does not come (`missing`); from any thread.
+
+    Printed here only without a supervisor.
+    """
     trace = "".join(traceback.format_stack(sys._current_frames().get(_main_ident())))
-    _write("raised", type=DesyncError.__name__, message=text, traceback=trace, where=where.of_main_thread(), code=1)
+    said = {"type": DesyncError.__name__, "message": text, "traceback": trace, "where": where.of_main_thread()}
+    _write("raised", **said, code=1, missing=missing)
     if not _news(f"raised {_here.place.rank if _here.place else 0}"):
         tell(f"dtorch: {DesyncError.__name__}: {text}")
     os._exit(1)
@@ -283,6 +296,7 @@ def raised(error: BaseException) -> None:
         where=where.of_traceback(culprit.__traceback__),
         code=1,
         consequence=is_consequence(error),
+        peer=next((e.rank for e in _chain(error) if isinstance(e, PeerError)), None),
     )
     if _here.place is not None and os.getpid() == _here.pid:
         _news(f"raised {_here.place.rank}")

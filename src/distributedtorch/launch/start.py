@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +20,13 @@ from distributedtorch.core.shared import share
 from distributedtorch.core.step import Loop
 from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
-from distributedtorch.launch import adopt, private, record, reserve
+from distributedtorch.launch import adopt, private, prompt, ranks, record, reserve
 from distributedtorch.launch.join import among_workers, client, join, part, regroup
 from distributedtorch.launch.place import Place, find
+
+_SECONDS_TO_WAIT, _SECONDS_FOR_WATCH = 1800.0, 60.0
+"""How long a rank waits for others at least, in the back ends' own count, and for the watch to say who is missing."""
+_SECONDS_WITHOUT_END = 30 * 86400.0
 
 
 def prepare() -> Place:
@@ -37,6 +42,7 @@ def prepare() -> Place:
         )
     )
     record.install(place)
+    prompt.install(place)
     reserve.hide_devices()
     if place.launcher == "none":
         return place
@@ -87,7 +93,7 @@ def join_world() -> World:
     with contextlib.suppress(ImportError):  # it ends, when Python does, what a server sends with: after what is below
         import zmq.utils.garbage  # noqa: F401
     adopt.before_destroy(_before_leaving)
-    join(place, device_type=accelerator())
+    join(place, device_type=accelerator(), timeout_seconds=_patience())
     _stand(world, place, client)
     world.joined = True
     return world
@@ -98,9 +104,13 @@ def _stand(world: World, place: Place, store: Callable[[], Store]) -> None:
     world.comm = Comm(place.rank, place.world)
     world.comm.share(*share(place.rank, place.world, store(), record.say))
     world.loop = Loop(world.comm)
+    if world.comm.shared is not None:
+        world.comm.shared.board.seconds_to_wait = _patience()
     atexit.register(world.comm.close)
     said = record.say if place.run_folder else None
-    world.end_watch = watch.start(place, store, lambda: _status(world), fail=record.fail, say=said)
+    hang, excuse = ranks.hang_asked(), partial(_excuse, world)
+    status = partial(_status, world)
+    world.end_watch = watch.start(place, store, status, fail=record.fail, say=said, hang=hang, excuse=excuse)
     atexit.unregister(_before_leaving)
     atexit.register(_before_leaving)
     record.before_others()
@@ -117,7 +127,7 @@ def go_on_with(workers: int, local_workers: int) -> None:
     world.end_watch()
     atexit.unregister(world.comm.close)
     world.comm.close()
-    regroup(mine, device_type=accelerator())
+    regroup(mine, device_type=accelerator(), timeout_seconds=_patience())
     if mine is not None:
         world.size, world.local_size = workers, local_workers
         _stand(world, mine, lambda: among_workers(client()))
@@ -134,5 +144,25 @@ def _status(world: World) -> watch.Status:
     waiting, step, count = world.comm.waiting, world.loop.steps, world.comm.count
     exchange, since, among = waiting if waiting else (None, None, world.comm)
     ranks = () if among.world == world.comm.world else tuple(among.members)
-    at = where.of_main_thread()
-    return watch.Status(exchange=exchange, where=at, since=since, step=step, count=count, ranks=ranks)
+    at, busy = where.of_main_thread(), _busy(world, exchange or "")
+    return watch.Status(exchange=exchange, where=at, since=since, step=step, count=count, ranks=ranks, busy=busy)
+
+
+def _busy(world: World, exchange: str) -> str:
+    """Why others may have to wait for this rank for long."""
+    if where.at_prompt():
+        return watch.AT_A_PROMPT
+    if world.busy or exchange.startswith("save to "):
+        return world.busy or "a save"
+    return "" if record.has_stepped() else "its first step"
+
+
+def _patience() -> float:
+    """For how long an exchange waits by itself: the watch is to find a rank that does not come before, and say more."""
+    return min(max(ranks.hang_asked(), _SECONDS_TO_WAIT) + _SECONDS_FOR_WATCH, _SECONDS_WITHOUT_END)
+
+
+def _excuse(world: World, seconds: float) -> None:
+    """Seconds of a wait that count for no limit."""
+    if world.comm.shared is not None:
+        world.comm.shared.board.seconds_to_wait += seconds

@@ -30,8 +30,8 @@ from typing import NoReturn
 
 from distributedtorch.core.errors import LaunchError, PlanError, UsageError, explain, tell
 from distributedtorch.launch import port as ports
-from distributedtorch.launch import ranks as processes
 from distributedtorch.launch import private, record, verdict
+from distributedtorch.launch import ranks as processes
 from distributedtorch.launch import script as scripts
 from distributedtorch.launch.ranks import Rank
 
@@ -69,19 +69,17 @@ def supervise(
         raise LaunchError(explain(f"{workers} workers given", "at least 1", "give --workers a number from 1 up"))
     if restarts < 0:
         raise LaunchError(explain(f"{restarts} restarts given", "0 or more", "give --restarts a number from 0 up"))
+    processes.hang_asked()  # refused here if it cannot be read
     _refuse_lost_folder()
     if script is not None:
         scripts.check(script, workers)
     _have_standard_streams()
     job = _attempt(command, workers, plan, port, Again(restarts=restarts))
-    first, took_part = job.folder, False
+    first, past = job.folder, _Past()
     try:
         for attempt in range(1, restarts + 1):
-            took_part = took_part or all(rank.joined for rank in job.ranks)
-            if not took_part or not job.failed or job.signal is not None:
-                break
-            found = verdict.judge(job.ranks, job.folder)
-            if found.text.startswith(_MISTAKES):
+            found = past.worth_another(job)
+            if found is None:
                 break
             tell(verdict.headline(found, job.folder))
             tell(f"dtorch: starting again ({attempt} of {restarts})")
@@ -107,7 +105,37 @@ class Again:
             return {}
         kept = (self.first or folder) / processes.KEPT
         kept.mkdir(mode=0o700, exist_ok=True)
-        return {processes.ATTEMPT_VARIABLE: str(self.attempt), processes.KEPT_VARIABLE: str(kept)}
+        hang = os.environ.get(processes.HANG_VARIABLE, processes.HANG_WITH_RESTARTS)
+        return {
+            processes.ATTEMPT_VARIABLE: str(self.attempt),
+            processes.KEPT_VARIABLE: str(kept),
+            processes.HANG_VARIABLE: hang,
+        }
+
+
+class _Past:
+    """What earlier starts of all ranks have come to."""
+
+    def __init__(self) -> None:
+        self.took_part = False
+        """Whether all ranks have joined, in any start: then their script can."""
+        self.hung: set[int] = set()
+        """The steps at which a rank did not come."""
+
+    def worth_another(self, job: Job) -> verdict.Verdict | None:
+        """The first cause of a start that failed, where another one may come further."""
+        self.took_part = self.took_part or all(rank.joined for rank in job.ranks)
+        if not self.took_part or not job.failed or job.signal is not None:
+            return None
+        found = verdict.judge(job.ranks, job.folder)
+        if found.text.startswith(_MISTAKES):
+            return None
+        if found.hung_at in self.hung:
+            tell(f"dtorch: a rank has not come at step {found.hung_at} for the second time: not started again")
+            return None
+        if found.hung_at is not None:
+            self.hung.add(found.hung_at)
+        return found
 
 
 def _attempt(command: list[str], workers: int, plan: str | None, port: int | None, again: Again) -> Job:
@@ -239,7 +267,7 @@ def _unjoined(job: Job, workers: int) -> str:
 
 
 def run_folder() -> Path:
-    """`.dtorch/<UTC time>-<random>` under the working folder, for this user only; in the temporary folder if need be."""
+    """`.dtorch/<UTC time>-<random>` under the working folder, or if need be the temporary one, for this user only."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     while True:
         folder = private.home() / f"{now}-{secrets.token_hex(4)}"
