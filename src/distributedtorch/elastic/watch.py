@@ -283,17 +283,17 @@ class _Watch:
 
     def _end_all(self, store: Store, text: str, missing: int | None = None) -> None:
         """Have all ranks end, with the words of whoever was first."""
-        store.compare_set(_VERDICT, "", json.dumps({"text": text, "missing": missing}))
+        store.compare_set(_VERDICT, "", f"{'' if missing is None else missing}\n{text}")
         self._agree(store)
 
     def _agree(self, store: Store) -> None:
         """End with the others: the first to leave would take the store's view of it from them."""
-        said = json.loads(store.get(_VERDICT))
+        missing, _, text = store.get(_VERDICT).decode().partition("\n")
         store.add("watch/agreed", 1)
         deadline = time.monotonic() + _SECONDS_TO_AGREE
         while store.add("watch/agreed", 0) < self.place.world and time.monotonic() < deadline:
             time.sleep(0.05)
-        self.fail(said["text"], missing=said["missing"])
+        self.fail(text, missing=int(missing) if missing.isdecimal() else None)
 
     def _report(self, mine: _Beat, others: Mapping[int, _Seen], members: Sequence[int]) -> None:
         """Name the late ranks, if this is the rank to do so."""

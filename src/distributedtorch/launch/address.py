@@ -15,17 +15,18 @@ import json
 import os
 import shutil
 import socket
+import stat
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from distributedtorch.core.errors import LaunchError, explain, tell
+from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.launch import port as ports
 from distributedtorch.launch import variables
 from distributedtorch.launch.place import Place
-from distributedtorch.launch.private import is_private
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _MAX_BYTES = 4096
@@ -141,9 +142,10 @@ def interface_to(address: str) -> str:
 
 def _say_exposure(address: str, number: int) -> None:
     if not ipaddress.ip_address(address).is_loopback:
-        tell(
+        print(
             f"distributedtorch: the store listens at {address}:{number} without a key, and gloo and NCCL send clear "
-            f"text on {os.environ['GLOO_SOCKET_IFNAME']}: keep that network private"
+            f"text on {os.environ['GLOO_SOCKET_IFNAME']}: keep that network private",
+            file=sys.stderr,
         )
 
 
@@ -154,7 +156,7 @@ def _folder(place: Place) -> Path:
 def _leave(folder: Path, number: int) -> None:
     """Write the port down, for this user only; a folder that another user made is refused."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(folder):
+    if not _is_private(folder):
         given = f"{folder} is there already and not this user's alone"
         raise LaunchError(explain(given, "a private folder", "remove it, or set MASTER_PORT to a free port"))
     note = {"port": number, "pid": os.getpid(), "began": variables.start_time(os.getpid())}
@@ -178,7 +180,7 @@ def _look(folder: Path, timeout_seconds: float) -> int:
 def _read(folder: Path, found: list[int]) -> bool:
     """Whether a rank 0 that still runs has left its port; what cannot be read is not there yet."""
     try:
-        if not is_private(folder):
+        if not _is_private(folder):
             return False
         with open(os.open(folder / "port", os.O_RDONLY | os.O_NOFOLLOW)) as file:
             note = json.loads(file.read(_MAX_BYTES))
@@ -187,6 +189,11 @@ def _read(folder: Path, found: list[int]) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return bool(found)
+
+
+def _is_private(folder: Path) -> bool:
+    status = os.stat(folder, follow_symlinks=False)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and status.st_mode & 0o077 == 0
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:

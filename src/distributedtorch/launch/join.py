@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from distributedtorch.core.errors import LaunchError, explain, tell
+from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.launch import address as addresses
 from distributedtorch.launch import adopt, record
 from distributedtorch.launch import port as ports
@@ -121,9 +122,10 @@ def _join_torchrun(place: Place, timeout_seconds: float) -> None:
     if place.local_world == place.world:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if place.rank == 0 and not _is_loopback(address):
-        tell(
+        print(
             f"distributedtorch: torchrun's store listens beyond loopback ({address}:{port}) without a key, "
-            "and gloo and NCCL send clear text: keep that network private"
+            "and gloo and NCCL send clear text: keep that network private",
+            file=sys.stderr,
         )
     try:
         store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=timedelta(seconds=timeout_seconds)))
@@ -167,6 +169,7 @@ def _backend(place: Place, device_type: str) -> str:
 
 def _meet(place: Place, store: Store, timeout_seconds: float) -> None:
     """Return when every rank is there, once each."""
+    record.reached()
     keys = [f"joined/{rank}" for rank in range(place.world)]
     mine = keys[place.rank]
     store.add(mine, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import zlib
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ def _stay(place: Place, *args: Any, **options: Any) -> Any:
     try:
         with contextlib.suppress(RuntimeError):  # the store is gone: so is the job
             store, mine = client(), str(place.rank)
-            if store.compare_set(f"prompt/{line}", "", mine).decode() == mine:
+            if store.compare_set(f"prompt/{zlib.crc32(line.encode())}", "", mine).decode() == mine:
                 record.say(said.replace(f"rank {mine} waits", "the others wait"))
             watch.until_past_prompt(store, 0)
     finally:

@@ -90,6 +90,8 @@ class _Rank:
         """The fifo, and how to tell that this descriptor still is it."""
         self.written = False
         self.failed = False
+        self.reached = False
+        """Whether this rank has come to where the ranks meet."""
         self.exit: tuple[int, str] | None = None
 
 
@@ -146,6 +148,16 @@ def joined(place: Place) -> None:
     if place.run_folder is not None:
         _news(f"joined {place.rank}")
         _leave(place.run_folder / f"joined.{place.rank}", "")
+
+
+def reached() -> None:
+    """Remember that this rank has come to where the ranks meet, and may wait there for others."""
+    _here.reached = True
+
+
+def has_reached() -> bool:
+    """Whether it has."""
+    return _here.reached
 
 
 def serves(number: int) -> None:

@@ -23,6 +23,7 @@ from distributedtorch.elastic import watch
 from distributedtorch.launch import adopt, private, prompt, ranks, record, reserve
 from distributedtorch.launch.join import among_workers, client, join, part, regroup
 from distributedtorch.launch.place import Place, find
+from distributedtorch.launch.reminder import reminding
 
 _SECONDS_TO_WAIT, _SECONDS_FOR_WATCH = 1800.0, 60.0
 """How long a rank waits for others at least, in the back ends' own count, and for the watch to say who is missing."""
@@ -93,7 +94,8 @@ def join_world() -> World:
     with contextlib.suppress(ImportError):  # it ends, when Python does, what a server sends with: after what is below
         import zmq.utils.garbage  # noqa: F401
     adopt.before_destroy(_before_leaving)
-    join(place, device_type=accelerator(), timeout_seconds=_patience())
+    with reminding(place):
+        join(place, device_type=accelerator(), timeout_seconds=_patience())
     _stand(world, place, client)
     world.joined = True
     return world
