@@ -11,8 +11,11 @@ what checkpoints have, and the folder `kept` of the first one, where parameter s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import datetime
+import json
 import multiprocessing
 import os
 import secrets
@@ -383,20 +386,65 @@ def _refuse_lost_folder() -> None:
 
 
 def restart(workers: int) -> NoReturn:
-    """Run the command this process was started with `workers` times, then exit with the code of that run.
+    """Become the supervisor of the command this process was started with, run `workers` times.
+
+    This process keeps its number, its terminal and its environment, and ends with the code of that run. What the script
+    has made so far goes as at its end: output is flushed, functions registered at exit are called; data, threads, open
+    files and the use of a GPU are gone.
 
     Raises:
         LaunchError: There is no command to repeat, or this is not the process to repeat it from.
     """
     _refuse_platform(workers)
     _refuse_unrepeatable(workers)
-    sys.stdout.flush()
+    _refuse_lost_folder()
+    processes.restarts_asked(), processes.hang_asked()  # refused here if they cannot be read
     os.environ["DISTRIBUTEDTORCH_WORKERS_SOURCE"] = "call"
+    paths = json.dumps([path for path in sys.path if isinstance(path, str)])
     command = [sys.executable, *sys.orig_argv[1:]]
-    code = supervise(command, workers, plan=None, script=None, restarts=processes.restarts_asked())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    _go_back()
+    _let_go()
+    os.execve(sys.executable, [sys.executable, "-P", "-c", _SUPERVISOR, paths, str(workers), *command], os.environ)
+
+
+_SUPERVISOR = (
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "sys.argv[0] = os.path.join(os.path.dirname(sys.executable), 'dtorch'); "
+    "from distributedtorch.launch.supervise import again; again(int(sys.argv[2]), sys.argv[3:])"
+)
+"""What the starter becomes. By the first word of its arguments the package knows that it needs no torch."""
+
+
+def _go_back() -> None:
+    """Return to the folder this process was started in, where its command names the script from there."""
+    file = getattr(sys.modules["__main__"], "__file__", None) or ""
+    began = next((file.removesuffix(word) for word in sys.orig_argv[1:] if file.endswith(os.sep + word)), "")
+    if began and os.path.isdir(began):
+        os.chdir(began)
+
+
+def again(workers: int, command: list[str]) -> NoReturn:
+    """In the program that the starter has become: run the job, and exit with its code."""
+    try:
+        code = supervise(command, workers, plan=None, script=None, restarts=processes.restarts_asked())
+    except LaunchError as error:
+        tell(f"dtorch: {error}")
+        code = 2
+    sys.exit(code)
+
+
+def _let_go() -> None:
+    """Do what is done when a script ends, as far as another program in this process would not do it."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # the ranks set their own
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(descriptor, descriptor <= 2)
 
 
 def _refuse_unrepeatable(workers: int) -> None:
