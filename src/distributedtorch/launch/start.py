@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -49,13 +49,14 @@ def prepare() -> Place:
         return place
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(place.local_rank % torch.accelerator.device_count())
-    if place.launcher != "dtorch" and place.rank > 0:
+    if place.launcher != "dtorch" and place.world > 1:
         _to_log(place)
     if place.launcher in ("mpirun", "srun"):
         _share_cores(place)
     return place
 
 
+@cache
 def log_folder(place: Place) -> Path | None:
     """Where the output of ranks above 0 goes; None for one process."""
     if place.launcher == "none":
@@ -77,8 +78,9 @@ def _share_cores(place: Place) -> None:
 
 def _to_log(place: Place) -> None:
     """Without a supervisor: standard output of ranks above 0 goes to a file; errors stay where they are shown."""
-    folder = log_folder(place)
-    assert folder is not None
+    folder = log_folder(place)  # also on rank 0, which names it: the script may change the working folder
+    if place.rank == 0 or folder is None:
+        return
     log = private.create(private.folder(folder) / f"rank{place.rank}.log", os.O_WRONLY | os.O_APPEND, new=False)
     sys.stdout.flush()
     os.dup2(log, 1)

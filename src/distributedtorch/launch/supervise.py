@@ -418,7 +418,8 @@ _SUPERVISOR = (
 def _go_back() -> None:
     """Return to the folder this process was started in, where its command names the script from there."""
     file = getattr(sys.modules["__main__"], "__file__", None) or ""
-    began = next((file.removesuffix(word) for word in sys.orig_argv[1:] if file.endswith(os.sep + word)), "")
+    words = (word for word in sys.orig_argv[1:] if word and (word == file or file.endswith(os.sep + word)))
+    began = file.removesuffix(next(words, file))
     if began and os.path.isdir(began):
         os.chdir(began)
 
