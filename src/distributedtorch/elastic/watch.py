@@ -325,12 +325,15 @@ def beats(store: Store, rank: int) -> int:
 
 def until_past_prompt(store: Store, rank: int) -> None:
     """Return when a rank has left the prompt that it is at or comes to, or waits for others, or has ended."""
-    seen, key = False, f"watch/{rank}"
+    key, first, seen = f"watch/{rank}", math.inf, False
     while True:
         beat = _decode(store.get(key)) if store.check([key]) else None
-        if beat is not None and beat.busy != AT_A_PROMPT and (seen or beat.exchange is not None or beat.busy == ENDED):
-            return
-        seen = seen or (beat is not None and beat.busy == AT_A_PROMPT)
+        if beat is not None:
+            first, at = min(first, beat.number), beat.busy == AT_A_PROMPT
+            waits = beat.number > first and beat.exchange is not None and beat.waited > _SECONDS_BETWEEN_BEATS
+            if not at and (seen or waits or beat.busy == ENDED):
+                return
+            seen = seen or at
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 

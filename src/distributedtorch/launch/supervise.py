@@ -107,7 +107,7 @@ class Again:
         if not self.restarts:
             return {}
         kept = (self.first or folder) / processes.KEPT
-        kept.mkdir(mode=0o700, exist_ok=True)
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
         hang = os.environ.get(processes.HANG_VARIABLE, processes.HANG_WITH_RESTARTS)
         return {
             processes.ATTEMPT_VARIABLE: str(self.attempt),
