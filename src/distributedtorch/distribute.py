@@ -51,7 +51,9 @@ def distribute(
     Args:
         *objects: Models, optimizers, loaders, schedulers, in any number and order.
         plan: How: a name ("ddp", "zero1", "zero2", "zero3"), words ("zero2,clip=1.0") or a `dt.Plan`.
-        workers: How many processes to start where none were started (`python train.py`).
+        workers: How many processes to start where none were started (`python train.py`). Each runs the command anew,
+            and this one becomes their supervisor: what stands above the call runs once more than there are workers,
+            and what is registered at exit is called before they start. `dtorch run --workers N` saves that.
         weights: A .safetensors file, or a folder with some, to fill the model from. A model on the meta device is
             filled from it, or by its modules' own initialisers, a module at a time: under zero3 no rank ever holds
             more than its share and one block.

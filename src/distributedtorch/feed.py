@@ -6,7 +6,6 @@ on and some model in training mode. A test loader is iterated without gradients 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, get_worker_info
 
-from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.errors import UsageError, explain, tell
 from distributedtorch.core.world import here
 from distributedtorch.data.loader import Loader
 from distributedtorch.data.stream import DividedLoader
@@ -56,7 +55,7 @@ class Feed:
         if here().size > 1 and not self.divided and not self._noted:
             self._noted = True
             if here().rank == 0:
-                print(f"distributedtorch: {_NONE_MET}", file=sys.stderr, flush=True)
+                tell(f"distributedtorch: {_NONE_MET}")
 
     def _feeds(self, loader: DataLoader[Any]) -> bool:
         if not self.open or self._making or isinstance(loader, DividedLoader) or not here().loop.members:

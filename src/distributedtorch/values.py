@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distributedtorch.core.batches import Rows
-from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.errors import UsageError, explain, unread
 from distributedtorch.core.loss import Kind, over_rows
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.launch.start import join_world
@@ -48,9 +49,10 @@ def device() -> torch.device:
 
 
 def print(*values: Any, **kwargs: Any) -> None:
-    """`print` on rank 0 only."""
-    if is_main():
-        builtins.print(*values, **kwargs)
+    """`print` on rank 0 only. Where nobody reads it any more, the line is lost and not the run."""
+    if is_main() and (stream := kwargs.get("file") or sys.stdout) is not None:
+        with unread(stream):
+            builtins.print(*values, **kwargs)
 
 
 def barrier() -> None:
@@ -192,8 +194,12 @@ def main_first() -> Iterator[None]:
     world = join_world()
     turns = 1 if world.local_size == world.size else 2
     mine = 0 if is_main() else 1 if turns > 1 and world.local_rank == 0 else turns
-    for _ in range(mine):
-        world.comm.barrier("main first")
-    yield
+    before, world.busy = world.busy, "dt.main_first"  # however long it takes, nobody has hung
+    try:
+        for _ in range(mine):
+            world.comm.barrier("main first")
+        yield
+    finally:
+        world.busy = before
     for _ in range(turns - mine):
         world.comm.barrier("main first")

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import IO
+
 
 class DistributedTorchError(RuntimeError):
     """Every error of this library."""
@@ -34,8 +41,12 @@ class LockError(DistributedTorchError):
 class PeerError(DistributedTorchError):
     """Another rank ended or failed. Never the first cause: the supervisor looks further for that."""
 
-    rank: int | None = None
+    rank: int | None
     """Which one, where that is known."""
+
+    def __init__(self, *said: object, rank: int | None = None) -> None:
+        super().__init__(*said)
+        self.rank = rank
 
 
 class RankError(DistributedTorchError):
@@ -52,3 +63,23 @@ class RankError(DistributedTorchError):
 def explain(given: str, needed: str, do: str) -> str:
     """One message in the library's three parts."""
     return f"{given}\n  needed: {needed}\n  do: {do}"
+
+
+def tell(text: str) -> None:
+    """Print a line on standard error; a reader that is gone, or a closed one, costs the line and not the run."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError), unread(sys.stderr):
+            print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def unread(stream: IO[str]) -> Iterator[None]:
+    """A block that writes to a stream. Where nobody will ever read that, the rest goes nowhere, without an error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

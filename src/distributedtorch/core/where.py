@@ -16,6 +16,8 @@ _FOREIGN = (
     *(sysconfig.get_paths()[kind] + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen",
 )
+_PROMPTS = ("bdb", "code", "pydevd")
+"""The modules whose code runs while a debugger holds the script."""
 
 
 def is_users(filename: str) -> bool:
@@ -38,6 +40,12 @@ def of_traceback(trace: TracebackType | None) -> str:
 def of_main_thread() -> str:
     """The line of the user's own code the main thread is at now; callable from any thread."""
     return of_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def at_prompt() -> bool:
+    """Whether somebody debugs the main thread: a prompt of pdb or one made of it (ipdb, pudb), or of `code`."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return any(f.f_globals.get("__name__") in _PROMPTS for f, _ in traceback.walk_stack(frame))
 
 
 def _innermost(places: list[tuple[str, int, str]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.nn.parallel import DistributedDataParallel
 
-from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.core.errors import LaunchError, explain, tell
 from distributedtorch.core.override import override
 from distributedtorch.launch.place import Place
 
@@ -52,10 +51,7 @@ def adopt(place: Place) -> Store:
     check(place)
     if place.rank == 0:
         backends = dist.get_backend_config()
-        print(
-            f"distributedtorch: the script's own process group is used ({place.world} ranks, {backends})",
-            file=sys.stderr,
-        )
+        tell(f"distributedtorch: the script's own process group is used ({place.world} ranks, {backends})")
     return client()
 
 
@@ -94,10 +90,9 @@ def unwrapped(thing: object, place: Place) -> object:
     model: nn.Module = thing.module
     switch_off(thing)
     if place.rank == 0:
-        print(
+        tell(
             f"distributedtorch: DistributedDataParallel is taken off {type(model).__name__}: go on with the model that "
-            'dt.distribute returns (its names have no "module.")',
-            file=sys.stderr,
+            'dt.distribute returns (its names have no "module.")'
         )
     return model
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from distributedtorch.core import plain
 from distributedtorch.core.errors import LaunchError, RankError, explain
-from distributedtorch.launch import place, record, reserve, start, verdict
+from distributedtorch.launch import place, private, record, reserve, start, verdict
 from distributedtorch.launch import port as ports
 from distributedtorch.launch import ranks as processes
 from distributedtorch.launch.ranks import Rank
@@ -179,10 +179,7 @@ def _become(environ: Mapping[str, str], echoes: list[_Echo], log: Path, listener
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     listener.close()
-    if echoes:
-        targets = [echo.mouth for echo in echoes]
-    else:
-        targets = [os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)] * 2
+    targets = [echo.mouth for echo in echoes] or [private.create(log, os.O_WRONLY | os.O_APPEND)] * 2
     os.dup2(targets[0], 1)
     os.dup2(targets[1], 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115

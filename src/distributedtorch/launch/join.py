@@ -184,6 +184,7 @@ def _backend(place: Place, device_type: str) -> str:
 
 def _meet(place: Place, store: Store, timeout_seconds: float) -> None:
     """Return when every rank is there, once each."""
+    record.reached()
     keys = [f"joined/{rank}" for rank in range(place.world)]
     mine = keys[place.rank]
     store.add(mine, 1)

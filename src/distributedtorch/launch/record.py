@@ -28,12 +28,13 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from distributedtorch.core import where
-from distributedtorch.core.errors import DesyncError, DistributedTorchError, PeerError
+from distributedtorch.core.errors import DesyncError, DistributedTorchError, PeerError, tell, unread
 from distributedtorch.core.world import here
+from distributedtorch.launch import private
 from distributedtorch.launch.place import Place
 
 NEWS = "news"
-"""Name of the fifo on which ranks speak to the supervisor: lines `raised <rank>` and `say <text>`."""
+"""Name of the fifo on which ranks speak to the supervisor: lines `joined <rank>`, `raised <rank>`, `say <text>`."""
 
 _SECONDS_TO_LEAVE = 3.0
 _MAX_LINES = 30
@@ -71,6 +72,10 @@ class End:
     """Monotonic, so comparable between the processes of one host."""
     consequence: bool = False
     """Whether another rank's end caused it."""
+    peer: int | None = None
+    """Which rank, where that is known."""
+    missing: int | None = None
+    """The rank that did not come, where this one ended because it had waited for too long."""
 
 
 class _Rank:
@@ -82,8 +87,12 @@ class _Rank:
         self.pid = 0
         self.step = 0
         self.seen: memoryview | None = None
+        self.news: tuple[int, os.stat_result] | None = None
+        """The fifo, and how to tell that this descriptor still is it."""
         self.written = False
         self.failed = False
+        self.reached = False
+        """Whether this rank has come to where the ranks meet."""
         self.exit: tuple[int, str] | None = None
 
 
@@ -97,6 +106,11 @@ def note(step: int) -> None:
         _here.seen[0] = step
 
 
+def has_stepped() -> bool:
+    """Whether this process has come to the end of an optimizer step."""
+    return _here.step > 0
+
+
 def failed() -> bool:
     """Whether an error has reached the top of this process."""
     return _here.failed or getattr(sys, "last_value", None) is not None
@@ -107,6 +121,7 @@ def install(place: Place) -> None:
     if _here.place is not None or place.launcher in ("none", "torchrun"):
         return
     _here.place, _here.pid = place, os.getpid()
+    atexit.register(_flush)  # first, so that it runs last
     if place.run_folder is None:
         sys.excepthook = _hook_alone(sys.excepthook, place)
         sys.exit = _exit(sys.exit)
@@ -114,6 +129,9 @@ def install(place: Place) -> None:
         return
     with contextlib.suppress(OSError):
         _here.seen = _shared_step(place.run_folder / f"step.{place.rank}")
+    with contextlib.suppress(OSError):
+        fifo = os.open(place.run_folder / NEWS, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        _here.news = fifo, os.fstat(fifo)
     sys.excepthook = _hook(sys.excepthook, place.rank)
     sys.exit = _exit(sys.exit)
     atexit.register(_at_exit)
@@ -129,13 +147,24 @@ def before_others() -> None:
 def joined(place: Place) -> None:
     """Tell the supervisor that this rank's script does take part."""
     if place.run_folder is not None:
-        (place.run_folder / f"joined.{place.rank}").touch(mode=0o600)
+        _news(f"joined {place.rank}")
+        _leave(place.run_folder / f"joined.{place.rank}", "")
+
+
+def reached() -> None:
+    """Remember that this rank has come to where the ranks meet, and may wait there for others."""
+    _here.reached = True
+
+
+def has_reached() -> bool:
+    """Whether it has."""
+    return _here.reached
 
 
 def comes(place: Place) -> None:
     """Tell the other ranks of this host that this one waits for them now."""
     if place.run_folder is not None:
-        (place.run_folder / f"came.{place.rank}").touch(mode=0o600)
+        _leave(place.run_folder / f"came.{place.rank}", "")
 
 
 def has_come(folder: Path, rank: int) -> bool:
@@ -149,7 +178,7 @@ def serves(number: int) -> None:
     if place is not None:
         _here.name = f"server {number} (process {place.rank})"
         if place.run_folder is not None:
-            (place.run_folder / f"server.{place.rank}").write_text(str(number))
+            _leave(place.run_folder / f"server.{place.rank}", str(number))
 
 
 def is_server(folder: Path, rank: int) -> bool:
@@ -168,15 +197,19 @@ def name_of(folder: Path, rank: int) -> str:
 def say(text: str) -> None:
     """Print one line where the user looks: through the supervisor where there is one, else on stderr."""
     if not _news(f"say {text}"):
-        print(f"dtorch: {text}", file=sys.stderr, flush=True)
+        tell(f"dtorch: {text}")
 
 
-def fail(text: str) -> NoReturn:
-    """End this rank at once because ranks disagree; from any thread. Printed here only without a supervisor."""
+def fail(text: str, *, missing: int | None = None) -> NoReturn:
+    """End this rank at once because ranks disagree, or one does not come (`missing`); from any thread.
+
+    Printed here only without a supervisor.
+    """
     trace = "".join(traceback.format_stack(sys._current_frames().get(_main_ident())))
-    _write("raised", type=DesyncError.__name__, message=text, traceback=trace, where=where.of_main_thread(), code=1)
+    said = {"type": DesyncError.__name__, "message": text, "traceback": trace, "where": where.of_main_thread()}
+    _write("raised", **said, code=1, missing=missing)
     if not _news(f"raised {_here.place.rank if _here.place else 0}"):
-        print(f"dtorch: {DesyncError.__name__}: {text}", file=sys.stderr, flush=True)
+        tell(f"dtorch: {DesyncError.__name__}: {text}")
     os._exit(1)
 
 
@@ -239,7 +272,7 @@ def _hook(previous: Callable[..., Any], rank: int) -> Callable[..., None]:
         raised(error)
         if rank == 0 and is_consequence(error):
             line = where.of_traceback(trace)
-            print(f"rank 0 ended because another rank did: {kind.__name__} at {line}", file=sys.stderr, flush=True)
+            tell(f"rank 0 ended because another rank did: {kind.__name__} at {line}")
         elif rank == 0 or not issubclass(kind, KeyboardInterrupt):
             previous(kind, error, trace)
 
@@ -255,9 +288,9 @@ def _hook_alone(previous: Callable[..., Any], place: Place) -> Callable[..., Non
         named = _named(place)
         said = f"{kind.__name__}: {error} at {where.of_traceback(trace)} (step {_here.step})"
         if is_consequence(error):
-            print(f"distributedtorch: {named} ended because another rank did: {said}", file=sys.stderr, flush=True)
+            tell(f"distributedtorch: {named} ended because another rank did: {said}")
         else:
-            print(f"distributedtorch: {named} failed: {said}", file=sys.stderr, flush=True)
+            tell(f"distributedtorch: {named} failed: {said}")
             previous(kind, error, trace)
         late = threading.Timer(_SECONDS_TO_LEAVE, os._exit, (1,))  # a thread that lingers must not keep all others
         late.daemon = True
@@ -269,7 +302,7 @@ def _hook_alone(previous: Callable[..., Any], place: Place) -> Callable[..., Non
 def _say_exit(place: Place) -> None:
     code, line = _here.exit or (0, "")
     if code and not _here.failed and os.getpid() == _here.pid:
-        print(f"distributedtorch: {_named(place)} ends with code {code} at {line}", file=sys.stderr, flush=True)
+        tell(f"distributedtorch: {_named(place)} ends with code {code} at {line}")
 
 
 def _named(place: Place) -> str:
@@ -289,6 +322,7 @@ def raised(error: BaseException) -> None:
         where=where.of_traceback(culprit.__traceback__),
         code=1,
         consequence=is_consequence(error),
+        peer=next((e.rank for e in _chain(error) if isinstance(e, PeerError)), None),
     )
     if _here.place is not None and os.getpid() == _here.pid:
         _news(f"raised {_here.place.rank}")
@@ -318,6 +352,15 @@ def _exit(previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     return exit
 
 
+def _flush() -> None:
+    """At exit: where nobody reads what this rank has printed any more, that is no failure of the run."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                with unread(stream):
+                    stream.flush()
+
+
 def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException) and not _here.written:
@@ -335,31 +378,33 @@ def _write(kind: Literal["raised", "exit", "ended"], **fields: Any) -> None:
     fields["traceback"] = "".join(str(fields.get("traceback", "")).splitlines(keepends=True)[-_MAX_LINES:])
     fields["message"] = str(fields.get("message", ""))[:4000]
     end = End(rank=place.rank, kind=kind, step=_here.step, time=time.monotonic(), **fields)
-    path = place.run_folder / f"end.{place.rank}.json"
+    _leave(place.run_folder / f"end.{place.rank}.json", json.dumps(asdict(end)))
+
+
+def _leave(path: Path, text: str) -> None:
+    """Put a file into the run folder, whole or not at all; somebody may have cleared that away meanwhile."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
-        temporary = path.with_suffix(".part")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(asdict(end), file)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(private.create(temporary, os.O_WRONLY), "w") as file:
+            file.write(text)
         temporary.replace(path)
 
 
 def _news(line: str) -> bool:
     """Speak to the supervisor without ever waiting for it; False where none listens."""
-    if _here.place is None or _here.place.run_folder is None:
+    if _here.news is None:
         return False
-    try:
-        fifo = os.open(_here.place.run_folder / NEWS, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    with contextlib.suppress(OSError), open(fifo, "wb", buffering=0) as file:
-        file.write(line.replace("\n", " ").encode()[:2000] + b"\n")
-        return True
+    fifo, known = _here.news
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(fifo), known):  # a script may close what it does not know
+            return os.write(fifo, line.replace("\n", " ").encode()[:2000] + b"\n") > 0
     return False
 
 
 def _shared_step(path: Path) -> memoryview:
     """Eight bytes of a file, mapped: a store to memory is all that a step costs."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = private.create(path, os.O_RDWR, new=False)
     try:
         os.ftruncate(descriptor, 8)
         return memoryview(mmap.mmap(descriptor, 8)).cast("q")
