@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+
 
 class DistributedTorchError(RuntimeError):
     """Every error of this library."""
@@ -47,6 +50,22 @@ class RankError(DistributedTorchError):
         """The rank that failed first."""
         self.kind = kind
         """The name of its error's class; empty where it was killed or exited."""
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Kinds of characters that a terminal acts on instead of showing them."""
+
+
+def shown(text: str) -> str:
+    """What other processes wrote, fit for a terminal: colours are left out, other control characters are spelt out."""
+    if text.isascii() and text.isprintable():
+        return text
+    signs = _COLOURS.sub("", text)
+    return "".join(
+        sign.encode("unicode_escape").decode() if sign not in "\n\t" and unicodedata.category(sign) in _UNSEEN else sign
+        for sign in signs
+    )
 
 
 def explain(given: str, needed: str, do: str) -> str:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 import sys
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _get_default_store, _world, default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.core.listeners import sealed
 from distributedtorch.launch.place import Place
 
 _REMOVE = "remove init_process_group: dt.distribute makes its own group"
@@ -44,8 +50,8 @@ def check(place: Place) -> None:
         raise LaunchError(explain(given, "gloo for CPU tensors", do))
 
 
-def adopt(place: Place) -> Store:
-    """Take the script's own group for the world, and give the store it was made with."""
+def adopt(place: Place) -> None:
+    """Take the script's own group for the world."""
     check(place)
     if place.rank == 0:
         backends = dist.get_backend_config()
@@ -53,12 +59,34 @@ def adopt(place: Place) -> Store:
             f"distributedtorch: the script's own process group is used ({place.world} ranks, {backends})",
             file=sys.stderr,
         )
-    return client()
 
 
 def client() -> Store:
     """A connection of its own to the store of the script's group."""
     return PrefixStore("distributedtorch", _get_default_store().clone())  # type: ignore[attr-defined]
+
+
+def without_port(place: Place, store: Callable[[timedelta], Store]) -> None:
+    """Have a group that the script makes of all ranks found through this store, and not at a port of torch's.
+
+    That port listens on all interfaces, without a key. It still does where the script has taken
+    `init_process_group` out of torch.distributed before it imports this library.
+    """
+    make, serial = dist.init_process_group, itertools.count(1)
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
+        mine = given.get("rank", -1) in (-1, place.rank) and given.get("world_size", -1) in (-1, place.world)
+        if mine and given.get("store") is None and given.get("init_method") in (None, "env://"):
+            found = PrefixStore(f"own/{next(serial)}", store(given.get("timeout") or default_pg_timeout))
+            given |= {"init_method": None, "store": found, "rank": place.rank, "world_size": place.world}
+        with sealed(also_nccl=given.get("device_id") is not None):
+            make(*call.args, **call.kwargs)
+
+    dist.init_process_group = init_process_group
 
 
 def before_destroy(act: Callable[[], None]) -> None:

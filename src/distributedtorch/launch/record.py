@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from distributedtorch.core import where
-from distributedtorch.core.errors import DesyncError, PeerError
+from distributedtorch.core.errors import DesyncError, PeerError, shown
 from distributedtorch.launch.place import Place
 
 NEWS = "news"
@@ -156,7 +156,7 @@ def name_of(folder: Path, rank: int) -> str:
 def say(text: str) -> None:
     """Print one line where the user looks: through the supervisor where there is one, else on stderr."""
     if not _news(f"say {text}"):
-        print(f"dtorch: {text}", file=sys.stderr, flush=True)
+        print(f"dtorch: {shown(text)}", file=sys.stderr, flush=True)
 
 
 def fail(text: str) -> NoReturn:
@@ -164,7 +164,7 @@ def fail(text: str) -> NoReturn:
     trace = "".join(traceback.format_stack(sys._current_frames().get(_main_ident())))
     _write("raised", type=DesyncError.__name__, message=text, traceback=trace, where=where.of_main_thread(), code=1)
     if not _news(f"raised {_here.place.rank if _here.place else 0}"):
-        print(f"dtorch: {DesyncError.__name__}: {text}", file=sys.stderr, flush=True)
+        print(f"dtorch: {DesyncError.__name__}: {shown(text)}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -241,6 +241,7 @@ def _hook_alone(previous: Callable[..., Any], place: Place) -> Callable[..., Non
         _here.failed = True
         named = _named(place)
         said = f"{kind.__name__}: {error} at {where.of_traceback(trace)} (step {_here.step})"
+        said = shown(said)
         if is_consequence(error):
             print(f"distributedtorch: {named} ended because another rank did: {said}", file=sys.stderr, flush=True)
         else:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributedtorch.core.errors import LaunchError, PeerError, explain
+from distributedtorch.core.errors import LaunchError, PeerError, explain, shown
 from distributedtorch.serve.board import Refused
 
 _HEADER = struct.Struct("<4sBBHIQqqI")
@@ -322,7 +322,7 @@ class Line:
 
 
 def _tell(text: str) -> None:
-    print(f"distributedtorch: {text}", file=sys.stderr, flush=True)
+    print(f"distributedtorch: {shown(text)}", file=sys.stderr, flush=True)
 
 
 def refusal(error: Exception) -> Message:
