@@ -90,9 +90,22 @@ def test_a_failing_rank_ends_all_under_mpirun(start, fault, words):
     assert run.gone_within(1)
 
 
-@pytest.mark.parametrize("case", [pytest.param("ddp", marks=pytest.mark.long), "zero3"])
-def test_a_group_and_a_wrapper_of_the_scripts_own_are_adopted(case, one_process, tmp_path):
-    command = [sys.executable, *TORCHRUN, OWN, "weights", case]
+DTORCH = ["-m", "distributedtorch", "run", "--workers", "2"]
+
+
+@pytest.mark.parametrize(
+    ("starter", "words"),
+    [
+        pytest.param(TORCHRUN, ["ddp"], marks=pytest.mark.long),
+        (TORCHRUN, ["zero3"]),
+        (DTORCH, ["zero3"]),
+        pytest.param(DTORCH, ["ddp", "early"], marks=pytest.mark.long),
+        pytest.param([], ["zero1", "call"], marks=pytest.mark.long),
+    ],
+    ids=lambda given: "-".join(given[-2:]),
+)
+def test_a_group_and_a_wrapper_of_the_scripts_own_are_adopted(starter, words, one_process, tmp_path):
+    command = [sys.executable, *starter, OWN, "weights", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the script's own process group is used (2 ranks, cpu:gloo") == 1

@@ -31,7 +31,8 @@ from typing import NoReturn, Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distributedtorch.core import where
-from distributedtorch.core.errors import DesyncError, tell
+from distributedtorch.core.errors import DesyncError, DistributedTorchError, shown, tell
+from distributedtorch.core.plain import heard
 
 _SECONDS_BETWEEN_BEATS = 1.0
 _SECONDS_TO_SUSPECT = 3.0
@@ -43,6 +44,7 @@ _SECONDS_TO_STOP = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.1
 _BEATS_TO_BE_SURE = 3
 _VERDICT = "watch/verdict"
+_LONGEST_BEAT, _LONGEST_VERDICT = 1 << 16, 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +232,10 @@ class _Watch:
         ranks = [rank for rank in range(self.place.world) if rank != self.place.rank]
         there = [rank for rank in ranks if store.check([f"watch/{rank}"])]
         now = time.monotonic()
-        for rank, raw in zip(there, store.multi_get([f"watch/{rank}" for rank in there]), strict=True):
-            beat, before = _decode(raw), self.seen.get(rank)
+        for rank in there:
+            beat, before = _heard(store, rank), self.seen.get(rank)
+            if beat is None:
+                continue
             if before is None:
                 self.seen[rank] = _Seen(beat, now)
             elif beat.number != before.beat.number:
@@ -288,7 +292,11 @@ class _Watch:
 
     def _agree(self, store: Store) -> None:
         """End with the others: the first to leave would take the store's view of it from them."""
-        missing, _, text = store.get(_VERDICT).decode().partition("\n")
+        try:
+            said = shown(store.get(_VERDICT)[:_LONGEST_VERDICT].decode(errors="replace"))
+        except DistributedTorchError:
+            return  # no rank of this job has said that
+        missing, _, text = said.partition("\n")
         store.add("watch/agreed", 1)
         deadline = time.monotonic() + _SECONDS_TO_AGREE
         while store.add("watch/agreed", 0) < self.place.world and time.monotonic() < deadline:
@@ -319,15 +327,15 @@ class _Watch:
 
 def beats(store: Store, rank: int) -> int:
     """How often a rank has given a sign of life; it does so every second while its process runs."""
-    key = f"watch/{rank}"
-    return _decode(store.get(key)).number if store.check([key]) else 0
+    beat = _heard(store, rank) if store.check([f"watch/{rank}"]) else None
+    return 0 if beat is None else beat.number
 
 
 def until_past_prompt(store: Store, rank: int) -> None:
     """Return when a rank has left the prompt that it is at or comes to, or waits for others, or has ended."""
     key, first, seen = f"watch/{rank}", math.inf, False
     while True:
-        beat = _decode(store.get(key)) if store.check([key]) else None
+        beat = _heard(store, rank) if store.check([key]) else None
         if beat is not None:
             first, at = min(first, beat.number), beat.busy == AT_A_PROMPT
             waits = beat.number > first and beat.exchange is not None and beat.waited > _SECONDS_BETWEEN_BEATS
@@ -368,9 +376,23 @@ def _encode(beat: _Beat) -> str:
     return json.dumps({**beat.__dict__, "ranks": list(beat.ranks)})
 
 
-def _decode(raw: bytes) -> _Beat:
-    fields = json.loads(raw)
-    return _Beat(**{**fields, "ranks": tuple(fields["ranks"])})
+def _heard(store: Store, rank: int) -> _Beat | None:
+    """A rank's last beat; None: nothing that a rank says stands there."""
+    try:
+        fields = heard(store.get(f"watch/{rank}"), _LONGEST_BEAT)
+        return _Beat(
+            number=int(fields["number"]),
+            exchange=None if fields["exchange"] is None else str(fields["exchange"]),
+            where=str(fields["where"]),
+            waited=float(fields["waited"]),
+            step=int(fields["step"]),
+            count=int(fields["count"]),
+            ranks=tuple(int(one) for one in fields["ranks"]),
+            line=str(fields["line"]),
+            busy=str(fields["busy"]),
+        )
+    except (DistributedTorchError, KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def _say(text: str) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
+import itertools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _get_default_store, _world, default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from distributedtorch.core.errors import LaunchError, explain, tell
+from distributedtorch.core.listeners import sealed
 from distributedtorch.core.override import override
 from distributedtorch.launch.place import Place
 
@@ -46,13 +51,12 @@ def check(place: Place) -> None:
         raise LaunchError(explain(given, "gloo for CPU tensors", do))
 
 
-def adopt(place: Place) -> Store:
-    """Take the script's own group for the world, and give the store it was made with."""
+def adopt(place: Place) -> None:
+    """Take the script's own group for the world."""
     check(place)
     if place.rank == 0:
         backends = dist.get_backend_config()
         tell(f"distributedtorch: the script's own process group is used ({place.world} ranks, {backends})")
-    return client()
 
 
 def client() -> Store:
@@ -67,6 +71,29 @@ def before_make(act: Callable[[], None]) -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         act()
         make(*args, **kwargs)
+
+    dist.init_process_group = init_process_group
+
+
+def without_port(place: Place, store: Callable[[timedelta], Store]) -> None:
+    """Have a group that the script makes of all ranks found through this store, and not at a port of torch's.
+
+    That port listens on all interfaces, without a key. It still does where the script has taken
+    `init_process_group` out of torch.distributed before it imports this library.
+    """
+    make, serial = dist.init_process_group, itertools.count(1)
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
+        mine = given.get("rank", -1) in (-1, place.rank) and given.get("world_size", -1) in (-1, place.world)
+        if mine and given.get("store") is None and given.get("init_method") in (None, "env://"):
+            found = PrefixStore(f"own/{next(serial)}", store(given.get("timeout") or default_pg_timeout))
+            given |= {"init_method": None, "store": found, "rank": place.rank, "world_size": place.world}
+        with sealed(also_nccl=given.get("device_id") is not None):
+            make(*call.args, **call.kwargs)
 
     dist.init_process_group = init_process_group
 

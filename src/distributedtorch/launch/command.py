@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many processes")
     parser.add_argument("--plan", metavar="P", help='the strategy, say "zero2,bf16"; goes before what the call says')
-    parser.add_argument("--port", type=int, metavar="PORT", help="where they meet on loopback (default: a free one)")
+    parser.add_argument("--port", type=int, metavar="PORT", help="MASTER_PORT on loopback (default: a free one)")
     parser.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start all again after a failure, at most so often"
     )

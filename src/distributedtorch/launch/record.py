@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from distributedtorch.core import where
-from distributedtorch.core.errors import DesyncError, DistributedTorchError, PeerError, tell, unread
+from distributedtorch.core.errors import DesyncError, DistributedTorchError, PeerError, shown, tell, unread
 from distributedtorch.core.world import here
 from distributedtorch.launch import private
 from distributedtorch.launch.place import Place
@@ -287,6 +287,7 @@ def _hook_alone(previous: Callable[..., Any], place: Place) -> Callable[..., Non
         _note_rows(error)
         named = _named(place)
         said = f"{kind.__name__}: {error} at {where.of_traceback(trace)} (step {_here.step})"
+        said = shown(said)
         if is_consequence(error):
             tell(f"distributedtorch: {named} ended because another rank did: {said}")
         else:

@@ -21,7 +21,8 @@ from distributedtorch.core.step import Loop
 from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
 from distributedtorch.launch import adopt, private, prompt, ranks, record, reserve
-from distributedtorch.launch.join import among_workers, client, join, let_main_first, part, regroup
+from distributedtorch.launch import folder as folders
+from distributedtorch.launch.join import WORKERS, client, group_store, join, let_main_first, part, regroup
 from distributedtorch.launch.place import Place, find
 from distributedtorch.launch.reminder import reminding
 
@@ -47,6 +48,8 @@ def prepare() -> Place:
     reserve.hide_devices()
     if place.launcher == "none":
         return place
+    if place.launcher == "dtorch" and folders.VARIABLE in os.environ:
+        adopt.without_port(place, group_store)
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(place.local_rank % torch.accelerator.device_count())
     if place.launcher != "dtorch" and place.world > 1:
@@ -135,7 +138,7 @@ def go_on_with(workers: int, local_workers: int) -> None:
     regroup(mine, device_type=accelerator(), timeout_seconds=_patience())
     if mine is not None:
         world.size, world.local_size = workers, local_workers
-        _stand(world, mine, lambda: among_workers(client()))
+        _stand(world, mine, lambda: client(within=WORKERS))
 
 
 def _before_leaving() -> None:

@@ -1,12 +1,13 @@
-"""The supervisor: starts the ranks, hosts the store they meet at, ends all of them together and names the first cause.
+"""The supervisor: starts the ranks, makes the folder they meet in, ends all of them together and names the first cause.
 
-It holds no model and takes part in no exchange. Everything it listens on is loopback. When a rank fails, the others
+It holds no model, takes part in no exchange and listens nowhere. When a rank fails, the others
 have 1.5 s to end by themselves (they write their records), then SIGTERM, then SIGKILL at 3 s; on Ctrl-C, SIGTERM or
 SIGHUP the ranks get the same signal and 2 s. Data workers go with their rank. If the supervisor itself is killed, the
 kernel kills the ranks.
 
-With `restarts` all ranks are started again after a failure, each time with a new store. What outlives an attempt is
-what checkpoints have, and the folder `kept` of the first one, where parameter servers keep what they have applied.
+With `restarts` all ranks are started again after a failure, each time with a new folder to meet in. What outlives an
+attempt is what checkpoints have, and the folder `kept` of the first one, where parameter servers keep what they have
+applied.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distributedtorch.core.errors import LaunchError, PlanError, UsageError, explain, tell
+from distributedtorch.launch import folder as folders
 from distributedtorch.launch import port as ports
 from distributedtorch.launch import private, record, verdict
 from distributedtorch.launch import ranks as processes
@@ -61,7 +63,7 @@ def supervise(
         workers: How many ranks to start.
         plan: Handed to the ranks as `DISTRIBUTEDTORCH_RUN_PLAN`; None leaves the environment as it is.
         script: The Python file the command runs, looked at before anything starts; None: not looked at.
-        port: Where the ranks meet, on loopback; None takes a free one.
+        port: MASTER_PORT, for a process group of the script's own, on loopback; None takes a free one.
         restarts: How often all ranks are started again after one has failed.
 
     Raises:
@@ -144,18 +146,16 @@ class _Past:
 def _attempt(command: list[str], workers: int, plan: str | None, port: int | None, again: Again) -> Job:
     """One run of all ranks, from start to end."""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(ports.listen(port))
+        number = stack.enter_context(ports.reserve(port)).getsockname()[1]
         folder = run_folder()
+        more = {folders.VARIABLE: str(stack.enter_context(folders.meeting())), **again.environment(folder)}
         job = stack.enter_context(supervised(folder))
-        number = listener.getsockname()[1]
         for rank in range(workers):
-            environ = {**processes.environment(rank, workers, number, folder, plan), **again.environment(folder)}
+            environ = {**processes.environment(rank, workers, number, folder, plan), **more}
             job.add(processes.start(rank, command, environ, folder))
-        store = ports.host(listener)  # after the start: ranks import torch meanwhile, and connect when this is ready
         job.wait()
         for key, _ in job.selector.select(0):  # a signal to all may have come to the ranks first
             key.data()
-        del store
     return job
 
 
