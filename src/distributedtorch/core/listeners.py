@@ -44,14 +44,17 @@ def allow_many_files() -> None:
 
 
 def _listening() -> set[tuple[int, str]]:
-    """The descriptors at which TCP connections are taken, with what tells each from a later one of its number."""
+    """The descriptors at which TCP connections are taken, with what tells each from a later one of its number.
+
+    Python's own sockets, of a server in another thread, say, are not among them: only gloo's go to child processes.
+    """
     found: set[tuple[int, str]] = set()
     if not sys.platform.startswith("linux"):
         return found
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             link = os.readlink(f"/proc/self/fd/{name}")
-            if link.startswith("socket:") and _listens(int(name)):
+            if link.startswith("socket:") and os.get_inheritable(int(name)) and _listens(int(name)):
                 found.add((int(name), link))
     return found
 
