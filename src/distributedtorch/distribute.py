@@ -47,7 +47,8 @@ def distribute(
 
     Args:
         *objects: Models, optimizers, loaders, schedulers, in any number and order.
-        plan: How: a name ("ddp", "zero1", "zero2", "zero3"), words ("zero2,clip=1.0") or a `dt.Plan`.
+        plan: How: a name ("ddp", "zero1", "zero2", "zero3"), words ("zero2,clip=1.0") or a `dt.Plan`. A later call
+            without one goes on with that of the call before.
         workers: How many processes to start where none were started (`python train.py`).
         weights: A .safetensors file, or a folder with some, to fill the model from. A model on the meta device is
             filled from it, or by its modules' own initialisers, a module at a time: under zero3 no rank ever holds
@@ -62,7 +63,7 @@ def distribute(
         UsageError: An object cannot be distributed as given.
         LaunchError: The processes cannot be started, or do not fit together.
     """
-    effective, origin = resolve(*sources(os.environ), plan)
+    effective, origin = resolve(*sources(os.environ), plan or RUN.plan)
     effective = verify_record.plan_here(effective)
     place = find()
     if not here().joined or here().size + here().servers == 1:
