@@ -50,7 +50,8 @@ def distribute(
 
     Args:
         *objects: Models, optimizers, loaders, schedulers, in any number and order.
-        plan: How: a name ("ddp", "zero1", "zero2", "zero3"), words ("zero2,clip=1.0") or a `dt.Plan`.
+        plan: How: a name ("ddp", "zero1", "zero2", "zero3"), words ("zero2,clip=1.0") or a `dt.Plan`. A later call
+            without one goes on with that of the call before.
         workers: How many processes to start where none were started (`python train.py`). Each runs the command anew,
             and this one becomes their supervisor: what stands above the call runs once more than there are workers,
             and what is registered at exit is called before they start. `dtorch run --workers N` saves that.
@@ -72,7 +73,7 @@ def distribute(
         LaunchError: The processes cannot be started, or do not fit together.
     """
     dims = _dims(batch_dim)
-    effective, origin = enter(plan, workers)
+    effective, origin = enter(plan or RUN.plan, workers)
     world, place = here(), find()
     objects = tuple(unwrapped(thing, place) for thing in objects)
     if dist.is_initialized():

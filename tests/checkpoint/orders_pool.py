@@ -33,7 +33,7 @@ class Own(torch.optim.AdamW):
 class Training:
     """A run whose groups have an order of their own on every rank."""
 
-    def __init__(self, plan: str, kind: type[torch.optim.Optimizer], order: int) -> None:
+    def __init__(self, plan: str, kind: type[torch.optim.Optimizer], order: int, *, given: bool = True) -> None:
         torch.manual_seed(0)
         here().loop.steps = 0
         x = torch.randn(24, 4, dtype=torch.float64)
@@ -45,7 +45,10 @@ class Training:
             {"params": [self.named[n] for n in of], "lr": lr} for of, lr in zip(self.names, (0.01, 0.03), strict=True)
         ]
         loader = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), 6)
-        self.model, self.optimizer, self.loader = dt.distribute(net, kind(groups), loader, plan=plan)
+        self.optimizer = kind(groups)
+        self.model, self.loader = dt.distribute(net, loader, plan=plan)
+        if given:
+            dt.distribute(self.optimizer)
 
     def epoch(self) -> None:
         for x, y in self.loader:
@@ -61,16 +64,16 @@ class Training:
         return {k: v.clone() for k, v in {**found, **self.model.state_dict()}.items()}
 
 
-def gap(folder: Path, plan: str, kind: type[torch.optim.Optimizer]) -> float:
+def gap(folder: Path, plan: str, kind: type[torch.optim.Optimizer], *, given: bool = True) -> float:
     """The largest difference between a run that goes on and one loaded into groups of another order."""
-    first = Training(plan, kind, 0)
+    first = Training(plan, kind, 0, given=given)
     first.epoch()
     dt.save(folder)
     saved = first.state()
     first.epoch()
     went_on = first.state()
     release()
-    other = Training(plan, kind, 1)
+    other = Training(plan, kind, 1, given=given)
     dt.load(folder)
     pairs = [(saved, other.state())] if "local" not in plan else []  # where replicas differ, theirs are saved
     other.epoch()
@@ -107,6 +110,12 @@ def main(folder: Path) -> None:
     if dt.world() == 1:
         cases = [case for case in cases if case[0] == "ddp"]
     gaps = {f"{plan} {kind.__name__}": gap(folder / f"{plan}-{kind.__name__}", plan, kind) for plan, kind in cases}
+    adam = torch.optim.AdamW
+    gaps |= {
+        f"{plan} not given": gap(folder / f"{plan}-late", plan, adam, given=False)
+        for plan in PLANS
+        if dt.world() > 1 or plan == "ddp"
+    }
     if dt.world() > 1:
         gaps |= {f"refused {older}": refused(folder / f"refused-{older}", older=older) for older in (False, True)}
     (folder / str(dt.rank())).write_text(json.dumps(gaps))

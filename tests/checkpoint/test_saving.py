@@ -219,7 +219,7 @@ def test_optimizers_go_by_name_whatever_the_order_of_their_groups(world: int, tm
     for rank in range(world):
         said = json.loads((tmp_path / str(rank)).read_text())
         assert all("another order" in said.pop(f"refused {older}") for older in (False, True) if world > 1)
-        assert len(said) == (2 if world == 1 else 8) and set(said.values()) == {0.0}, said
+        assert len(said) == (3 if world == 1 else 12) and set(said.values()) == {0.0}, said
 
 
 def test_groups_of_other_parameters_are_refused(tmp_path: Path) -> None:
