@@ -10,7 +10,7 @@ one over its rows; negated, or times any other number, it is a sum. Where the gr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations
@@ -29,8 +29,9 @@ _STEPS = 256
 """Nodes looked at in one backward, at most."""
 _DEPTH = 8
 _ADD = {"Add", "Sub", "Rsub"}
-_SAME = {"ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "Permute", "Neg"}
-_LINEAR = {*_ADD, *_SAME, "Mul", "Div", "T", "Transpose", "MaskedFill", "Where", "Slice"}
+_VIEW = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Permute", "Transpose"}
+_SAME = {*_VIEW, "ToCopy", "Clone", "Alias", "Neg"}
+_LINEAR = {*_ADD, *_SAME, "Mul", "Div", "T", "MaskedFill", "Where", "Slice"}
 _BEND = {"Sqrt", "Rsqrt", "Log", "Log2", "Log10", "Log1P", "Pow", "Exp", "Expm1", "Exp2", "Reciprocal"} | {
     *("Sigmoid", "Tanh", "Softplus", "LogSigmoid")
 }
@@ -148,21 +149,21 @@ class _Reader:
         self.counts.append(float(math.prod(shape)))
         return Kind.MEAN if self._like(shape) else Kind.BLIND
 
-    def _addends(self, link: Link) -> list[Link]:
-        found, left = [], [link]
+    def _addends(self, link: Link) -> Iterator[Link]:
+        left = [link]
         while left:
             node, number = left.pop()
             self.left -= 1
             if self.left > 0 and _stem(node) in _ADD:
                 left += _parents(node)[::-1]
             else:
-                found.append((node, number))
-        return found
+                yield node, number
 
-    def _joined(self, links: list[Link]) -> Kind:
+    def _joined(self, links: Iterable[Link]) -> Kind:
         """What a sum of numbers is."""
-        kinds = {*[self.number(link) for link in links]} - {Kind.FREE}
-        if self._all_rows(links):
+        found = [(link, self.number(link)) for link in links]
+        kinds = {kind for _, kind in found} - {Kind.FREE}
+        if self._all_rows([link for link, _ in found]):
             self.over, kinds = (self.rows,), {Kind.SUM}
         if Kind.SUM in kinds:
             self.mixed = self.mixed or bool(kinds & {Kind.MEAN, Kind.HAND, Kind.BLIND})
@@ -246,15 +247,14 @@ class _Reader:
 
     def _contracted(self, node: Any) -> Kind:
         """A product of tensors that has come to one number (dot, einsum)."""
-        sources = [_source(parent) for parent in _parents(node)]
-        kinds = [self.tensor(source) for source in sources]
-        if all(one is Kind.FREE for one in kinds) and None not in [parent for parent, _ in node.next_functions]:
+        parents = _parents(node)
+        if all(self.tensor(one) is Kind.FREE for one in parents) and len(parents) == len(node.next_functions):
             return Kind.FREE
-        shapes = [shape for shape in map(_shape, sources) if self._exact(shape)]
+        shapes = [shape for parent in parents for shape in _shapes(parent) if self._exact(shape)]
         if not shapes:
             return Kind.BLIND
         self.over = shapes[0]
-        return Kind.BLIND if len(sources) == 1 and self._are_shares(node) else Kind.SUM
+        return Kind.BLIND if len(parents) == 1 and self._are_shares(node) else Kind.SUM
 
     def _are_shares(self, node: Any) -> bool:
         """Whether the constant factor of a product of tensors makes a mean of it."""
@@ -361,12 +361,12 @@ class _Reader:
 
     def _over_rows(self, factor: float | None) -> bool:
         """Whether a factor of a sum is most likely one over its rows, times some plainer number."""
-        if factor is None or not self.over:
+        if factor is None or not self.over or self.over[0] == 1:
             return True
         first, *rest = self.over
         sizes = {first * math.prod(some) for n in range(len(rest) + 1) for some in combinations(rest, n)}
         made = [abs(factor) * size for size in sizes]
-        if any(math.isclose(one, 1.0, rel_tol=1e-5) for one in made):
+        if any(math.isclose(one, plain, rel_tol=1e-5) for one in made for plain in (0.5, 1.0)):
             return True
         return abs(factor) < 1.0 and any(_digits(one) < _digits(factor) for one in made)
 
@@ -402,13 +402,13 @@ def _pieces(link: Link) -> list[Link] | None:
     return parents if all(math.prod(_shape(parent)) == 1 for parent in parents) else None
 
 
-def _source(link: Link) -> Link:
-    """What a tensor was before its shape was changed."""
-    for _ in range(_DEPTH):
-        if _stem(link[0]) not in ("View", "UnsafeView", "ReshapeAlias", "Permute", "Unsqueeze", "Squeeze", "Transpose"):
-            break
+def _shapes(link: Link) -> list[tuple[int, ...]]:
+    """The shapes a tensor had before it was only viewed otherwise."""
+    found = [_shape(link)]
+    while _stem(link[0]) in _VIEW and len(found) < _DEPTH:
         link = _parents(link[0])[0]
-    return link
+        found.append(_shape(link))
+    return found
 
 
 def _dims(node: Any, number: int) -> tuple[int, ...] | None:
