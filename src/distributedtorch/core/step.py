@@ -13,16 +13,18 @@ feeding a discriminator, or a gradient penalty, would meet it twice).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isclose
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.batches import Batches, Rows
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.loss import kept_units
+from distributedtorch.core.proof import Drawn
 from distributedtorch.core.scale import LossScale
 from distributedtorch.core.sync import Sync
 from distributedtorch.core.window import StandIn, Window
@@ -66,10 +68,19 @@ class Loop:
         """How much this rank's gradient counts in the present backward, 1 where all ranks have equal rows."""
         self.present_units = 1.0
         self._own_hooks = 0
+        self._of_loader = False
+        """Whether the last proof is of a batch that a loader has handed out."""
         self._broken = False
         """A backward ended in an exception."""
         self.members: list[Member] = []
         self.batches = Batches()
+        self.drawn: Drawn | None = None
+        """What ranks compute, until a loader hands batches out."""
+        self.own_batches = False
+        """Whether each rank is to draw its own."""
+        self.alike = False
+        """Whether batches that no loader has handed out were the same on all ranks."""
+        self._proof = -1.0
         self.explicit: Rows | None = None
         """Set by `dt.weight`: the loss is weighted already, parameters must not be again."""
         self.loss_scale: LossScale | None = None
@@ -96,6 +107,10 @@ class Loop:
     def stepped(self, members: Sequence[Member]) -> None:
         """An optimizer has stepped: its window is over."""
         self.steps += 1
+        if self.drawn is not None:
+            self.drawn.stepped()
+            if self.drawn.over and not self.own_batches:
+                self.look_no_more()
         for member in members:
             member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
             member.counted = -1
@@ -148,6 +163,8 @@ class Loop:
             for hook in member.hooks:
                 hook.remove()
         self.batches.close()
+        self.look_no_more()
+        self.own_batches, self.alike, self._proof = False, False, -1.0
         self.members, self.batches, self.explicit, self._own_hooks = [], Batches(), None, 0
         self.requests, self.requested, self._broken, self.loss_scale = [], 0, False, None
         if self._original is not None:
@@ -231,7 +248,9 @@ class Loop:
         if self._broken and self.comm.world > 1:
             raise DesyncError(_BROKEN)
         self.backwards += 1
-        rows = self.batches.settle(explicit=self.explicit is not None)
+        rows = self._own_rows() or self.batches.settle(explicit=self.explicit is not None)
+        if rows is not None and rows.proof >= 0:
+            self._proof = rows.proof
         rows = self.explicit or rows
         self.kept = None if self.explicit else kept_units(roots, self.comm.world)
         for observe in self.observers:
@@ -255,6 +274,27 @@ class Loop:
             member.sync.begin(exchange=member.exchanging, hide=not shows)
         if any(member.weight != 1.0 for member in self.members):
             self._weigh_parameters()
+
+    def look(self, models: Sequence[nn.Module]) -> None:
+        """Look at what models are given, until loaders hand batches out."""
+        if self.drawn is None:
+            self.drawn = Drawn(lambda: self.depth > 0)
+            self.batches.first = self.look_no_more
+        self.drawn.watch(models, inside=not self.own_batches)
+
+    def look_no_more(self) -> None:
+        """Loaders hand batches out, or nobody distributes any more: do not look at what models are given."""
+        if self.drawn is not None:
+            self.drawn.close()
+            self.drawn = None
+
+    def _own_rows(self) -> Rows | None:
+        """The batch that is in use, where each rank draws its own: as many rows on every rank."""
+        mine = self.drawn.rows if self.own_batches and self.drawn is not None else None
+        if mine is None:
+            return None
+        self.batches.settled = Rows(mine=mine, everywhere=mine * self.comm.world)
+        return self.batches.settled
 
     def _count(self, member: Member) -> None:
         """A window grows by the present batch, whether or not that will give this member a gradient."""
@@ -409,13 +449,16 @@ class Loop:
             observe(members)
 
     def _control(self, members: list[Member]) -> Tensor:
-        rows = self.explicit or self.batches.present
+        rows = self.explicit or self.batches.settled
+        proof, self._proof = self._proof, -1.0
+        self._of_loader = proof >= 0
         head = [
             float(rows.batch if rows else -1),
             float(self.steps),
             rows.mine if rows else 1.0,
             -1.0 if self.kept is None else self.kept,
             float(len(self.requests)),
+            proof if self._of_loader or self.drawn is None else self.drawn.tell(),
         ]
         flags = [
             float(value)
@@ -429,7 +472,8 @@ class Loop:
         self._every_row(rows[:, 2].tolist())
         self._same_units(rows[:, 2:4].tolist())
         self.requested = int(rows[:, 4].amax())
-        used, touched, at = [], [], 5
+        self._same_proof(rows[:, 5].tolist())
+        used, touched, at = [], [], 6
         for member in members:
             votes, positions = rows[:, at + 1].tolist(), rows[:, at + 2].tolist()
             if min(positions) != max(positions):
@@ -455,10 +499,14 @@ class Loop:
 
     def _every_row(self, mine: list[float]) -> None:
         """Refuse a batch of which the ranks have more or fewer rows than it has."""
-        rows = self.batches.present
-        if rows is None or self.explicit is not None or sum(mine) == rows.everywhere:
+        rows = self.batches.settled
+        if rows is None or self.explicit is not None or isclose(sum(mine), rows.everywhere):
             return
         said = " + ".join(f"{count:g}" for count in mine)
+        if self.own_batches:
+            given = f"batches='own', and the ranks have drawn {said} rows"
+            do = "draw batches of one size on all ranks, or loss = dt.weight(loss, rows here)"
+            raise UsageError(explain(given, "the same on every rank: their gradients count alike", do))
         raise DesyncError(
             explain(
                 f"the ranks have {said} rows of a batch of {rows.everywhere:g}",
@@ -466,6 +514,15 @@ class Loop:
                 "start all ranks with the same Python; where they have it, this is an error of the library: report it",
             )
         )
+
+    def _same_proof(self, proofs: list[float]) -> None:
+        """Refuse a batch that ranks have read whole, or drawn by hand, each another one."""
+        if min(proofs) < 0:
+            return
+        same = min(proofs) == max(proofs)
+        self.alike = same and not self._of_loader
+        if not same and not self.own_batches:
+            raise UsageError(_OTHER_SAMPLES if self._of_loader else _DRAWN)
 
     def _same_units(self, heads: list[list[float]]) -> None:
         """Refuse a mean over units (tokens) that rows do not tell: uneven ignored targets or class weights."""
@@ -482,6 +539,20 @@ class Loop:
         )
 
 
+_OTHER_SAMPLES = explain(
+    "the ranks have read different batches from one loader: a stream that divides itself by rank, or that draws from a "
+    "random state of its own",
+    "every sample on every rank: the library divides the rows, and would divide them twice",
+    "yield all samples on every rank (no rank and no world size in the dataset), from a seed; or leave the loader out "
+    "of the call, and dt.distribute(..., batches='own'): each rank trains on what it reads",
+)
+_DRAWN = explain(
+    "no loader has handed out this batch, and every rank has another one: each draws its own",
+    "one global batch, of which every rank computes its rows",
+    "give the batches as the loader: `def batches(): while True: yield get_batch()`, "
+    "`model, optimizer, loader = dt.distribute(model, optimizer, batches())`, `for x, y in loader:`; "
+    "or dt.distribute(..., batches='own'): as many times the batch as there are ranks",
+)
 _HELD_TOO_LONG = explain(
     "a p.grad that was kept from an earlier backward is used after another backward has begun",
     "the gradient of a backward that was not exchanged yet cannot be kept beyond it",
