@@ -188,8 +188,11 @@ class _Collector:
         run["user"] = {
             name: self._packed(f"user.{number}", state[name].state_dict()) for number, name in enumerate(sorted(state))
         }
-        run["loaders"] = [{**loader.place.state_dict(), "batch": batches_of(loader)} for loader in RUN.loaders]
-        run["fed"] = RUN.fed
+        known = loaders()
+        run["loaders"] = [{**loader.place.state_dict(), "batch": batches_of(loader)} for loader in known]
+        run["loaders"] += RUN.unclaimed
+        run["fed"] = known.index(RUN.loaders[RUN.fed]) if RUN.fed < len(known) else RUN.fed
+        run["pace"] = RUN.pace.state_dict()
         scale = world.loop.loss_scale
         run["loss scale"] = None if scale is None else scale.state_dict()
         run["order"] = as_plain(capture(full=True) if RUN.stream is None else RUN.stream.state)
@@ -203,6 +206,11 @@ def batches_of(loader: Loader) -> list[int | None]:
         return [loader.batch_global, len(loader)]
     except TypeError:
         return [loader.batch_global, None]
+
+
+def loaders() -> list[Loader]:
+    """Those that were given, and then those that were met in the loop."""
+    return sorted(RUN.loaders, key=lambda loader: loader.place.met)
 
 
 def schedulers() -> list[LRScheduler]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,16 @@ from distributedtorch.data.balance import Balance
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.cut import rows_first
 from distributedtorch.data.loader import Loader, divide
-from distributedtorch.data.stream import Stream, serve_all_loaders
+from distributedtorch.data.stream import Stream
 from distributedtorch.data.whole import watch_dims
+from distributedtorch.feed import Feed, rows_of
 from distributedtorch.launch import fork, heap, reserve
 from distributedtorch.launch.adopt import check as check_group
 from distributedtorch.launch.adopt import switch_off_around, unwrapped
 from distributedtorch.launch.place import find
 from distributedtorch.launch.start import join_world
 from distributedtorch.launch.supervise import restart
+from distributedtorch.pace import Pace
 from distributedtorch.run import RUN
 from distributedtorch.sync import batchnorm
 from distributedtorch.sync.divided import fence
@@ -45,6 +47,7 @@ def distribute(
     workers: int | None = None,
     weights: str | os.PathLike[str] | None = None,
     batch_dim: int | Sequence[int] | None = None,
+    batches: Literal["own"] | None = None,
 ) -> Any:
     """Distribute a training loop: give its models, optimizers, loaders and schedulers, and go on with what comes back.
 
@@ -62,6 +65,8 @@ def distribute(
             (a list of batches, a class of your own): 1 where time is first (a tensor of one dimension has its rows in
             that), or one number for each tensor of a batch, in order. Without it, the first. A torch DataLoader needs
             none: its rows are divided before they are put together.
+        batches: "own": no loader is divided, each rank trains on batches that it draws or reads by itself, of one size
+            on all ranks. As many times the batch, and not the result of one process.
 
     Returns:
         The same objects in the same order: models, optimizers and schedulers are the ones given, rewired in place;
@@ -80,6 +85,7 @@ def distribute(
         switch_off_around([thing for thing in objects if isinstance(thing, nn.Module)])
     effective.check(world.size + world.servers * bool(effective.apart), world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])
+    _check_batches(batches, given)
     alone = world.size + world.servers == 1
     plain = alone and not effective.numerics().words and not verify_record.wanted()
     inspect.check(given, [*RUN.models, *given.models], RUN.optimizers, world.size, plain=plain)
@@ -100,9 +106,11 @@ def distribute(
     if world.size > 1 and any(one.type == "cpu" for one in _devices(given)):
         heap.keep_freed()
     result, loaders = _attach(objects, given, effective, world, fill, dims=dims)
+    if world.size > 1:
+        _look(given, effective, world, own=batches is not None)
     synchronised = given.models if world.size > 1 and effective.begins_in_lockstep else []
     batchnorms = sum(map(batchnorm.count, synchronised))
-    report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers)
+    report.line(effective, origin, world, loaders, batchnorms=batchnorms, workers=workers, own=batches is not None)
     _remember(effective, given)
     return result
 
@@ -170,7 +178,8 @@ def release() -> None:
         RUN.restore.pop()()
     if RUN.stream is not None:
         RUN.stream.hand_back()
-    RUN.plan, RUN.stream, RUN.balance, RUN.unclaimed, RUN.fed = None, None, None, [], 0
+    RUN.plan, RUN.stream, RUN.balance, RUN.feed, RUN.unclaimed, RUN.fed = None, None, None, None, [], 0
+    RUN.pace = Pace()
     for kept in (RUN.models, RUN.optimizers, RUN.schedulers, RUN.loaders):
         kept.clear()
 
@@ -255,6 +264,7 @@ def _attach(
     behind.stand(loop)
     many = world.size > 1
     seeded = _follow_seed(world) if many else False
+    RUN.restore += _feed().meet()
     loaders = {id(loader): _divided(loader, plan, world, dims) for loader in given.loaders}
     if many:
         inspect.same_everywhere(given, list(loaders.values()), plan, comm, [*RUN.models, *given.models])
@@ -368,7 +378,7 @@ def _follow_seed(world: World) -> bool:
         return False
     if RUN.stream is None:
         RUN.stream = Stream()
-        RUN.restore += [serve_all_loaders(RUN.stream), _note_seeds()]
+        RUN.restore.append(_note_seeds())
     RUN.stream.load_bytes(state)
     return True
 
@@ -402,12 +412,16 @@ def _divided(loader: Any, plan: Plan, world: World, dims: Dims = None) -> Loader
         behind.feeds(next((k for k, known in enumerate(RUN.loaders) if known is divided), 0))
         if world.size == 1 and not world.loop.expects:
             return
-        total = _length(divided)
-        last = total is not None and divided.cursor.batch >= total
-        rows = Rows(mine=share.rows, everywhere=share.rows_global, batch=share.batch, last=last, source=id(divided))
+        rows = rows_of(share, divided, divided.cursor)
         world.loop.batches.arrived(rows, batch)
         verify_record.arrived(rows, rows_first(batch, dims or 0))
 
+    def at_end() -> None:
+        if not behind.STATE.ending.is_set():
+            world.loop.batches.walked(id(divided))
+            behind.ends()
+
+    feed = _feed()
     divided = divide(
         loader,
         rank=world.rank,
@@ -415,35 +429,49 @@ def _divided(loader: Any, plan: Plan, world: World, dims: Dims = None) -> Loader
         stream=RUN.stream,
         on_batch=on_batch,
         before_batch=behind.come_round,
-        at_end=behind.ends,
+        at_end=at_end,
         batch=plan.batch,
         reverse=verify_record.reversed_rows(),
         division=None if balance is None else balance.division(),
         batch_dim=dims,
+        choose=feed.choose,
+        making=feed.making,
     )
     if balance is not None:
         balance.add(divided)
     return divided
 
 
-def divide_met(loader: Any) -> Loader:
-    """Divide a loader that was not given but is met in the loop. A group call."""
-    assert RUN.plan is not None
-    world = here()
-    divided = _divided(loader, RUN.plan, world)
-    if world.size > 1:
-        inspect.same_everywhere(inspect.Given(), [divided], RUN.plan, world.comm)
-    if RUN.balance is not None:
-        RUN.balance.meet()
-    RUN.loaders.append(divided)
-    if RUN.unclaimed:
-        divided.place.load_state_dict(RUN.unclaimed.pop(0))
-    report.met(divided, world)
-    return divided
+def _check_batches(batches: str | None, given: inspect.Given) -> None:
+    """Refuse what `batches` cannot be, and a loader that would be divided under it."""
+    if batches not in (None, "own"):
+        do = "leave it out (batches are divided), or batches='own' (each rank draws its own)"
+        raise UsageError(explain(f"batches={batches!r}", "None or 'own'", do))
+    if batches is not None and given.loaders:
+        said = f"batches='own' with a loader ({type(given.loaders[0]).__name__})"
+        do = "leave the loader out of the call and iterate it as it is, or leave batches='own' out"
+        raise UsageError(explain(said, "one of the two: a loader that is given is divided", do))
 
 
-def _length(loader: Loader) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
+def _look(given: inspect.Given, plan: Plan, world: World, *, own: bool) -> None:
+    """See what feeds the loop: loaders, batches drawn by hand, or each rank's own."""
+    loop, feed = world.loop, _feed()
+    if own:
+        feed.own = loop.own_batches = True
+    if plan.lockstep and (RUN.plan is None or loop.drawn is not None):
+        loop.look(given.models)
+    if feed.stepped not in loop.after_step:
+        loop.after_step.append(feed.stepped)
+        world.undo.append(partial(loop.after_step.remove, feed.stepped))
+
+
+def _feed() -> Feed:
+    """What feeds the loop of this run."""
+    if RUN.feed is None:
+
+        def divide_met(loader: Any) -> Loader:
+            assert RUN.plan is not None
+            return _divided(loader, RUN.plan, here())
+
+        RUN.feed = Feed(divide_met)
+    return RUN.feed

@@ -47,7 +47,7 @@ def stand(world: World, take: Attach) -> None:
                 return _instead(given, args, kwargs, loss)
             take(given, [])
         if not _has_members(given, world):
-            behind.hold_back()
+            behind.before_step()
         return None
 
     def after(given: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -30,16 +30,20 @@ def line(
     *,
     batchnorms: int,
     workers: int | None,
+    own: bool = False,
 ) -> None:
     """Print the line on rank 0's standard error."""
     if world.rank == 0:
         said = parts(plan, origin, world, loaders, batchnorms=batchnorms, workers=workers)
+        if own and world.size > 1:
+            said.insert(2, f"each rank draws batches of its own: {world.size} times the batch")
         say(world, " · ".join(said))
 
 
-def met(loader: Loader, world: World) -> None:
-    """Print what was made of a loader that was met in the loop."""
-    say(world, f"batch {loader.note} (the loader that feeds the loop)")
+def met(loader: Loader, *, trial: bool) -> str:
+    """What was made of a loader that was met in the loop."""
+    rest = ", from its second batch on: iterate what dt.distribute returns" if trial else ""
+    return f"batch {loader.note} (the loader that feeds the loop{rest})"
 
 
 def say(world: World, text: str) -> None:

@@ -27,6 +27,7 @@ from distributedtorch.checkpoint.place import Place
 from distributedtorch.contents import check_state
 from distributedtorch.core.errors import CheckpointError, DistributedTorchError, explain
 from distributedtorch.core.world import here
+from distributedtorch.data.cursor import Cursor
 from distributedtorch.distribute import take_waiting
 from distributedtorch.launch import record
 from distributedtorch.launch.start import join_world
@@ -45,6 +46,19 @@ class Resumed(NamedTuple):
     """The epoch to begin with: `for epoch in range(resumed.epoch, epochs)`."""
     path: str | None
     """The checkpoint; None where there was none."""
+
+    @property
+    def batch(self) -> int:
+        """How many batches of the epoch that comes next are done: `for i, batch in enumerate(loader, resumed.batch)`.
+
+        0 where it begins at its beginning, and so in every epoch after the one that was resumed.
+        """
+        RUN.pace.told = True
+        fed, waiting = behind.fed_by(), RUN.fed - len(RUN.loaders)
+        if fed is not None:
+            return fed.place.pending
+        one = RUN.unclaimed[waiting] if waiting < len(RUN.unclaimed) else {}
+        return int(one["cursor"]["batch"]) if "began" in one else 0
 
 
 def save(
@@ -171,17 +185,23 @@ def resume(
 def _went_on(resumed: Resumed, said: str) -> str:
     if resumed.path is None:
         return f"nothing to resume in {said}: starts from the beginning"
-    cursor = RUN.loaders[RUN.fed].cursor if RUN.loaders else None
+    cursor = _cursor()
     inside = "" if cursor is None or cursor.ended else f", after batch {cursor.batch} of its epoch"
     epoch = f", epoch {resumed.epoch}{inside}" if cursor is not None else ""
     return f"resumed from {resumed.path}: step {resumed.step}{epoch}"
 
 
+def _cursor() -> Cursor | None:
+    """Where the loader that feeds the loop stands, also where it is not met again yet."""
+    fed, waiting = behind.fed_by(), RUN.fed - len(RUN.loaders)
+    if fed is not None:
+        return fed.cursor
+    return Cursor(**RUN.unclaimed[waiting]["cursor"]) if waiting < len(RUN.unclaimed) else None
+
+
 def _epoch() -> int:
-    if not RUN.loaders:
-        return 0
-    cursor = RUN.loaders[RUN.fed].cursor
-    return cursor.epoch + cursor.ended
+    cursor = _cursor()
+    return 0 if cursor is None else cursor.epoch + cursor.ended
 
 
 def _period(given: int | str | timedelta) -> tuple[int | None, float | None]:

@@ -24,6 +24,7 @@ from distributedtorch.contents import (
     kept_of,
     keys_of,
     kind_of,
+    loaders,
     names_in,
     not_row_major,
     own_way,
@@ -33,6 +34,7 @@ from distributedtorch.core.bucket import once
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Kept
 from distributedtorch.core.world import accelerator, here
+from distributedtorch.data.cursor import Cursor
 from distributedtorch.data.stream import State, from_plain, install
 from distributedtorch.looks import difference, looks
 from distributedtorch.run import RUN
@@ -98,7 +100,10 @@ class Stored:
                 [kind for kind, _ in _kinds(self.run["schedulers"], schedulers())],
                 [kind_of(s) for s in schedulers()],
             ),
-            "loaders": (["a loader"] * len(self.run["loaders"]), ["a loader"] * len(RUN.loaders)),
+            "loaders": (
+                _given([one.get("met") for one in self.run["loaders"]]),
+                _given([one.place.met for one in loaders()]),
+            ),
         }
         for word, (saved, have) in shapes.items():
             if saved and have and saved != have:
@@ -106,7 +111,7 @@ class Stored:
                 return explain(given, f"as here: {', '.join(have)}", f"distribute the same {word}")
         if moved := _moved(theirs, mine):
             return moved
-        for loader, stored in zip(RUN.loaders, self.run["loaders"], strict=False):
+        for loader, stored in zip(loaders(), self.run["loaders"], strict=False):
             if "began" in stored and stored.get("batch", batches_of(loader)) != batches_of(loader):
                 rows, count = stored["batch"]
                 given = f"the checkpoint lies in the middle of an epoch of {count} batches of {rows} rows"
@@ -160,16 +165,25 @@ class Stored:
                 one.load_state_dict(unpack(self.run["user"][name], self.tensors))
             except Exception as error:
                 raise CheckpointError(_not_taken_back(name, one, error)) from error
-        for loader, saved in zip(RUN.loaders, self.run["loaders"], strict=False):
-            loader.place.load_state_dict(saved)
-        RUN.fed = min(int(self.run.get("fed", 0)), max(len(RUN.loaders) - 1, 0))
-        RUN.unclaimed = self.run["loaders"][len(RUN.loaders) :]
+        self._loaders()
         scale = here().loop.loss_scale
         if scale is not None and self.run["loss scale"] is not None:
             scale.load_state_dict(self.run["loss scale"])
         here().loop.steps = self.step
         replicas.take_over(self.reader, keys_of(RUN.models))
         self._random()
+
+    def _loaders(self) -> None:
+        """Put loaders where they were; of those that were met in the loop, keep that for when they are met again."""
+        known, saved = loaders(), self.run["loaders"]
+        for loader, one in zip(known, saved, strict=False):
+            loader.place.load_state_dict(one)
+        RUN.unclaimed = saved[len(known) :]
+        fed = min(int(self.run.get("fed", 0)), max(len(saved) - 1, 0))
+        RUN.fed = RUN.loaders.index(known[fed]) if fed < len(known) else fed
+        if saved:
+            cursor = Cursor(**saved[fed]["cursor"])
+            RUN.pace.goes_on(self.run.get("pace", {}), cursor, inside="began" in saved[fed])
 
     def _models(self) -> None:
         places = [part for part in (divided, once_per_host) if part.ALL]
@@ -305,6 +319,11 @@ def _Default(optimizer: Optimizer, state: dict[Any, dict[str, Any]]) -> Any:
     made = kind(dict) if hasattr(optimizer.state, "default_factory") else kind()
     made.update(state)
     return made
+
+
+def _given(met: Sequence[bool | None]) -> list[str]:
+    """The loaders that were given, as words to compare."""
+    return ["a loader" for one in met if not one]
 
 
 def _kinds(saved: list[dict[str, Any]], have: Sequence[object]) -> list[tuple[str, dict[str, Any]]]:

@@ -132,7 +132,7 @@ def weight(loss: Tensor, n: float | Tensor, *, sum: bool = False) -> Tensor:
 def _check_weighted(loss: Tensor, *, summed: bool) -> None:
     """Refuse a sum that is said to be a mean, and the reverse, where the graph shows it."""
     rows = here().loop.rows
-    found = over_rows(loss, 0 if rows is None else int(rows.mine))
+    found = over_rows(loss, 0 if rows is None else round(rows.mine * rows.copies))
     if found is (Kind.MEAN if summed else Kind.SUM):
         call, needed = ("dt.weight(loss, n, sum=True)", "sum") if summed else ("dt.weight(loss, n)", "mean")
         do = "take reduction='sum', or leave sum=True out" if summed else "pass loss / n, or say sum=True"

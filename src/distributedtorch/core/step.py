@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from distributedtorch.core.batches import Batches, Rows
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
 from distributedtorch.core.loss import Seen, read
+from distributedtorch.core.proof import Drawn
 from distributedtorch.core.scale import LossScale
 from distributedtorch.core.sync import Sync
 from distributedtorch.core.window import StandIn, Window
@@ -76,10 +77,19 @@ class Loop:
         self.void = False
         """Whether the present loss is over no units on this rank: what is not a number in its gradient is zero."""
         self._own_hooks = 0
+        self._of_loader = False
+        """Whether the last proof is of a batch that a loader has handed out."""
         self._broken = False
         """A backward ended in an exception."""
         self.members: list[Member] = []
         self.batches = Batches()
+        self.drawn: Drawn | None = None
+        """What ranks compute, until a loader hands batches out."""
+        self.own_batches = False
+        """Whether each rank is to draw its own."""
+        self.alike = False
+        """Whether batches that no loader has handed out were the same on all ranks."""
+        self._proof = -1.0
         self.explicit: Rows | None = None
         """Set by `dt.weight`: the loss is weighted already, parameters must not be again."""
         self.loss_scale: LossScale | None = None
@@ -110,6 +120,10 @@ class Loop:
     def stepped(self, members: Sequence[Member]) -> None:
         """An optimizer has stepped: its window is over."""
         self.steps += 1
+        if self.drawn is not None:
+            self.drawn.stepped()
+            if self.drawn.over and not self.own_batches:
+                self.look_no_more()
         for member in members:
             member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
             member.counted, member.summed, member.fed = -1, None, []
@@ -177,6 +191,8 @@ class Loop:
             for hook in member.hooks:
                 hook.remove()
         self.batches.close()
+        self.look_no_more()
+        self.own_batches, self.alike, self._proof = False, False, -1.0
         self.members, self.batches, self.explicit, self._own_hooks = [], Batches(), None, 0
         self.requests, self.requested, self._broken, self.loss_scale = [], 0, False, None
         self.before_backward = []
@@ -269,9 +285,11 @@ class Loop:
         if self._broken and self.comm.world > 1:
             raise DesyncError(_BROKEN)
         self.backwards += 1
-        rows = self.batches.settle(explicit=self.explicit is not None)
+        rows = self._own_rows() or self.batches.settle(explicit=self.explicit is not None)
+        if rows is not None and rows.proof >= 0:
+            self._proof = rows.proof
         rows = self.explicit or rows
-        mine = 0 if rows is None else int(rows.mine)
+        mine = 0 if rows is None else round(rows.mine * rows.copies)
         losses = [root for root in roots if not root.is_meta]
         self.losses = Seen() if self.explicit else read(losses, self.comm.world, mine)
         for observe in self.observers:
@@ -303,6 +321,27 @@ class Loop:
     def _summed(self) -> bool:
         """Whether the present loss is a sum over the units of all ranks, which counts in full in its window."""
         return self.explicit is not None and self.explicit.summed
+
+    def look(self, models: Sequence[nn.Module]) -> None:
+        """Look at what models are given, until loaders hand batches out."""
+        if self.drawn is None:
+            self.drawn = Drawn(lambda: self.depth > 0)
+            self.batches.first = self.look_no_more
+        self.drawn.watch(models, inside=not self.own_batches)
+
+    def look_no_more(self) -> None:
+        """Loaders hand batches out, or nobody distributes any more: do not look at what models are given."""
+        if self.drawn is not None:
+            self.drawn.close()
+            self.drawn = None
+
+    def _own_rows(self) -> Rows | None:
+        """The batch that is in use, where each rank draws its own: as many rows on every rank."""
+        mine = self.drawn.rows if self.own_batches and self.drawn is not None else None
+        if mine is None:
+            return None
+        self.batches.settled = Rows(mine=mine, everywhere=mine * self.comm.world)
+        return self.batches.settled
 
     def _count(self, member: Member) -> None:
         """A window grows by the present batch, whether or not that will give this member a gradient."""
@@ -479,13 +518,16 @@ class Loop:
             observe(members)
 
     def _control(self, members: list[Member]) -> Tensor:
-        rows = self.explicit or self.batches.present
+        rows = self.explicit or self.batches.settled
+        proof, self._proof = self._proof, -1.0
+        self._of_loader = proof >= 0
         head = [
             float(rows.batch if rows else -1),
             float(self.steps),
             rows.mine if rows else 1.0,
             -1.0 if self.losses.kept is None else self.losses.kept,
             float(len(self.requests)),
+            proof if self._of_loader or self.drawn is None else self.drawn.tell(),
             *self._counts(),
         ]
         flags = [
@@ -504,8 +546,9 @@ class Loop:
         self._same_batch(rows[:, :2].tolist())
         self._every_row(rows[:, 2].tolist())
         self._same_units(rows[:, 2:4].tolist())
-        self._same_counts(rows[:, 2].tolist(), rows[:, 5:_HEAD].tolist())
+        self._same_counts(rows[:, 2].tolist(), rows[:, 6:_HEAD].tolist())
         self.requested = int(rows[:, 4].amax())
+        self._same_proof(rows[:, 5].tolist())
         used, touched, at = [], [], _HEAD
         for member in members:
             votes, positions = rows[:, at + 1].tolist(), rows[:, at + 2].tolist()
@@ -532,10 +575,14 @@ class Loop:
 
     def _every_row(self, mine: list[float]) -> None:
         """Refuse a batch of which the ranks have more or fewer rows than it has."""
-        rows = self.batches.present
-        if rows is None or self.explicit is not None or sum(mine) == rows.everywhere:
+        rows = self.batches.settled
+        if rows is None or self.explicit is not None or math.isclose(sum(mine), rows.everywhere):
             return
         said = " + ".join(f"{count:g}" for count in mine)
+        if self.own_batches:
+            given = f"batches='own', and the ranks have drawn {said} rows"
+            do = "draw batches of one size on all ranks, or loss = dt.weight(loss, rows here)"
+            raise UsageError(explain(given, "the same on every rank: their gradients count alike", do))
         raise DesyncError(
             explain(
                 f"the ranks have {said} rows of a batch of {rows.everywhere:g}",
@@ -543,6 +590,15 @@ class Loop:
                 "start all ranks with the same Python; where they have it, this is an error of the library: report it",
             )
         )
+
+    def _same_proof(self, proofs: list[float]) -> None:
+        """Refuse a batch that ranks have read whole, or drawn by hand, each another one."""
+        if min(proofs) < 0:
+            return
+        same = min(proofs) == max(proofs)
+        self.alike = same and not self._of_loader
+        if not same and not self.own_batches:
+            raise UsageError(_OTHER_SAMPLES if self._of_loader else _DRAWN)
 
     def _same_units(self, heads: list[list[float]]) -> None:
         """Refuse a mean over units (tokens) that rows do not tell: uneven ignored targets or class weights."""
@@ -573,7 +629,7 @@ class Loop:
 
 _MEANS = 4
 """Of how many means in a loss the ranks compare the numbers of values."""
-_HEAD = 6 + _MEANS
+_HEAD = 7 + _MEANS
 """Numbers in a control message before those of each member."""
 _UNEVEN = (
     "the number of values each rank's mean is over (chosen rows, masks, weights), so that the global mean is exact",
@@ -583,6 +639,20 @@ _SUM_AND_MEAN = explain(
     "one window of `accumulate` has losses that are sums (dt.weight(…, sum=True)) and others that are means",
     "one kind: a mean is over the rows of the window, a sum counts in full",
     "say sum=True for every loss of the window, or for none",
+)
+_OTHER_SAMPLES = explain(
+    "the ranks have read different batches from one loader: a stream that divides itself by rank, or that draws from a "
+    "random state of its own",
+    "every sample on every rank: the library divides the rows, and would divide them twice",
+    "yield all samples on every rank (no rank and no world size in the dataset), from a seed; or leave the loader out "
+    "of the call, and dt.distribute(..., batches='own'): each rank trains on what it reads",
+)
+_DRAWN = explain(
+    "no loader has handed out this batch, and every rank has another one: each draws its own",
+    "one global batch, of which every rank computes its rows",
+    "give the batches as the loader: `def batches(): while True: yield get_batch()`, "
+    "`model, optimizer, loader = dt.distribute(model, optimizer, batches())`, `for x, y in loader:`; "
+    "or dt.distribute(..., batches='own'): as many times the batch as there are ranks",
 )
 _HELD_TOO_LONG = explain(
     "a p.grad that was kept from an earlier backward is used after another backward has begun",

@@ -20,11 +20,11 @@ from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.data.partition import Part, stand_in
 
 
-def divide_batch(batch: Any, part: Part, number: int = 0) -> tuple[int, int, Any]:
+def divide_batch(batch: Any, part: Part, number: int = 0) -> tuple[float, int, Any]:
     """Real rows of this rank, rows of the global batch, and this rank's part of `batch`, the run's `number`-th."""
     if part.whole:
         total = next((array.shape[dim] for array, dim in with_dims(batch, part.dims)), 1)
-        return total, total, batch
+        return part.share(total), total, batch
     total = leading(batch, part.dims)
     if total == 0:
         return 0, 0, batch
@@ -40,7 +40,7 @@ def divide_batch(batch: Any, part: Part, number: int = 0) -> tuple[int, int, Any
         piece = type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     else:
         piece = cut(batch, total, take)
-    return len(mine), total, piece
+    return part.share(len(mine)), total, piece
 
 
 def leading(batch: Any, dims: int | tuple[int, ...] = 0) -> int:

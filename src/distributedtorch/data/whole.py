@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.proof import proof_of
 from distributedtorch.data.cut import divide_batch
-from distributedtorch.data.indexed import Piece, passed_over
+from distributedtorch.data.indexed import Piece, Pieces
 from distributedtorch.data.partition import Part
 from distributedtorch.data.stream import Stream, drawing
 
@@ -30,12 +31,17 @@ class Whole:
         self._loader = loader
         self._part = part
         self._stream = stream
+        self._proves = part.world > 1
 
-    def begin(self, skip: int = 0, number: int = 0) -> Iterator[Piece]:
+    def begin(self, skip: int = 0, number: int = 0, *, whole: bool = False) -> Pieces:
         """Start one pass over the user's object; `skip` batches are built and thrown away."""
         with drawing(self._stream, full=True):
             produced = iter(self._loader)
-        return passed_over(Pieces(produced, self._part, self._stream, number - skip), skip)
+        pieces = Built(produced, self._part, self._stream, number - skip, whole=whole, proves=self._proves)
+        self._proves = self._proves and whole
+        for _ in range(skip):
+            next(pieces, None)
+        return pieces
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -57,14 +63,17 @@ class Whole:
         return f"{what}: every rank builds whole batches and keeps its rows{self._part.note}{once}"
 
 
-class Pieces:
+class Built:
     """One pass: this rank's rows of each batch."""
 
-    def __init__(self, produced: Iterator[Any], part: Part, stream: Stream | None, first: int) -> None:
+    def __init__(
+        self, produced: Iterator[Any], part: Part, stream: Stream | None, first: int, *, whole: bool, proves: bool
+    ) -> None:
         self._produced = produced
-        self._part = part
+        self._present, self._part = part.undivided() if whole else part, part
         self._stream = stream
         self._numbers = count(first)
+        self._proves = proves
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -72,7 +81,12 @@ class Pieces:
     def __next__(self) -> Piece:
         with drawing(self._stream, full=True):
             batch = next(self._produced)
-        return divide_batch(batch, self._part, next(self._numbers))
+        proof, self._proves = proof_of(batch) if self._proves else -1.0, False
+        return Piece(*divide_batch(batch, self._present, next(self._numbers)), self._present.copies, proof)
+
+    def divide(self) -> None:
+        """Divide the batches to come."""
+        self._present = self._part
 
 
 def watch_dims(model: nn.Module, rows: Callable[[], Rows | None]) -> list[Callable[[], None]]:
