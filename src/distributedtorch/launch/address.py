@@ -56,6 +56,7 @@ def meet(place: Place, timeout_seconds: float) -> bool:
         return False
     if place.rank == 0:
         path, held = folders.make()
+        atexit.register(forget, place)
         _leave(_folder(place), path)
     else:
         path, held = _look(_folder(place), timeout_seconds)

@@ -68,7 +68,7 @@ def join(place: Place, *, device_type: str, timeout_seconds: float = 1800) -> St
     store = client(timeout_seconds, patience_seconds=60 if place.launcher == "dtorch" else timeout_seconds)
     if not adopted or _folder():
         _meet(place, store, timeout_seconds)
-    if _folder():
+    if place.launcher != "dtorch":
         addresses.forget(place)
     if not adopted:
         _group(place, device_type, timeout_seconds)
