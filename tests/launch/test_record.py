@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from distributedtorch.core.errors import PeerError
+from distributedtorch.launch import record
+from distributedtorch.launch.place import Place
 from distributedtorch.launch.ranks import Rank
 from distributedtorch.launch.record import End, is_consequence
 from distributedtorch.launch.verdict import judge
@@ -69,3 +77,33 @@ def test_an_exit_counts_though_the_rank_was_stopped_on_its_way_out(tmp_path: Pat
     ranks = [Rank(0, None, -1, None, status=1, ended=2.1), Rank(1, None, -1, None, status=-15, ended=3.0, stopped=True)]
     found = judge(ranks, tmp_path)
     assert (found.rank, found.code) == (1, 3) and "exited with code 3 at train.py:20" in found.text
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A place whose record this process may come to write."""
+    monkeypatch.setattr(record, "_here", record._Rank())
+    for name in ("excepthook", "exit"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    yield Place(rank=1, world=2, local_rank=1, local_world=2, launcher="dtorch", run_folder=tmp_path)
+    for act in (record._at_exit, record._flush):
+        atexit.unregister(act)
+
+
+@pytest.mark.parametrize(("parent", "speaks"), [(os.getppid(), True), (os.getpid(), False)])
+def test_what_a_rank_starts_does_not_speak_for_it(
+    installed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: int, speaks: bool
+) -> None:
+    """A process with the rank's environment, say a worker that is spawned, or a script that may fail."""
+    monkeypatch.setenv(record.SUPERVISOR, str(parent))
+    record.install(installed)
+    record.raised(ValueError("in a child"))
+    assert (tmp_path / "end.1.json").exists() == (tmp_path / "step.1").exists() == speaks
+
+
+def test_a_child_that_joins_is_the_rank(installed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(record.SUPERVISOR, str(os.getpid()))
+    record.install(installed)
+    record.joined(installed)
+    record.raised(ValueError("in training"))
+    assert (tmp_path / "end.1.json").exists() and (tmp_path / "joined.1").exists()
