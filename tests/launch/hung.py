@@ -4,15 +4,19 @@
 - busy: what each rank says of itself where others may have to wait for it; and rank 0 debugs.
 """
 
+import code
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FunctionType
+from typing import Any
 
 import distributedtorch as dt
+from distributedtorch.core import where
 from distributedtorch.core.world import here
 from distributedtorch.elastic import watch
 from distributedtorch.launch import record, start
@@ -29,14 +33,15 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def told(rank: int) -> str:
+def told(store: Any, rank: int) -> str:
     """What a rank has said last that it is busy with."""
-    return watch._decode(client().get(f"watch/{rank}")).busy
+    return json.loads(store.get(f"watch/{rank}"))["busy"]
 
 
 def lost() -> None:
     record.note(1)
-    until(lambda: not any(told(rank) for rank in range(dt.world())))
+    store = client()
+    until(lambda: not any(told(store, rank) for rank in range(dt.world())))
     if dt.rank() == 1:
         stuck()
     if dt.rank() == 2:
@@ -49,19 +54,16 @@ def busy_with() -> str:
 
 
 def at_prompt(act: Callable[[], object]) -> None:
-    """Call a function as from the module of Python's prompt."""
-    FunctionType(called.__code__, {"__name__": "code"})(act)
-
-
-def called(act: Callable[[], object]) -> None:
-    act()
+    """Call a function as somebody would at Python's prompt."""
+    code.InteractiveConsole({"act": act}).push("act()")
 
 
 def debugs() -> None:
     """Rank 0 is at a prompt until rank 1 waits for that in `breakpoint()`; the last rank waits in an exchange."""
+    store = client()
 
     def leave() -> None:
-        until(lambda: told(1) == watch.AT_A_PROMPT)
+        until(lambda: told(store, 1) == watch.AT_A_PROMPT)
         Path("left").touch()
 
     if dt.rank() == 0:
@@ -87,8 +89,9 @@ def busy() -> None:
         found.append(busy_with())
     with here().comm.held("save", "save to a slow disk"):
         found.append(busy_with())
-    at_prompt(lambda: found.append(busy_with()))
-    assert found == ["its first step", "", "dt.main_first", "a save", watch.AT_A_PROMPT], found
+    with ThreadPoolExecutor(1) as watching:  # as from the watch's thread
+        at_prompt(lambda: found.append(watching.submit(where.at_prompt).result()))
+    assert found == ["its first step", "", "dt.main_first", "a save", True], found
     dt.barrier()
     debugs()
     comes_to_no_prompt()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from distributedtorch.elastic import watch
+from distributedtorch.launch import prompt
+from distributedtorch.launch.place import Place
 from distributedtorch.launch.ranks import Rank
 from distributedtorch.launch.record import End
 from distributedtorch.launch.verdict import judge
@@ -36,6 +41,60 @@ def test_ranks_say_what_they_are_busy_with_and_wait_for_the_prompt(tmp_path: Pat
 def test_a_rank_that_does_not_wait_for_the_prompt_is_found(tmp_path: Path) -> None:
     ended = forked.run(2, "tests.launch.hung", "busy", "deaf", cwd=tmp_path)
     assert ended.returncode == 1 and "rank 1 did not wait" in ended.stderr
+
+
+DEBUGGED = """
+import torch, distributedtorch as dt
+model, optimizer = dt.distribute(model := torch.nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+model(torch.ones(2, 2)).mean().backward()
+breakpoint()
+optimizer.step()
+dt.print("trained", dt.world())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("commands", [b"c\n", b"n\nn\nc\n"])
+def test_rank_0_has_the_prompt_of_a_terminal(tmp_path: Path, commands: bytes) -> None:
+    (tmp_path / "train.py").write_text(DEBUGGED)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", "train.py"])
+    said = b""
+    while True:
+        try:
+            said += os.read(terminal, 4096)
+        except OSError:  # the end of what a terminal has
+            break
+        if b"(Pdb) " in said and commands:
+            os.write(terminal, commands)
+            commands = b""
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said.decode()
+    assert b"trained 2" in said and said.count(b"rank 0 has the prompt, and the others wait") == 1
+
+
+def test_breakpoint_is_replaced_where_it_needs_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    places = [
+        Place(rank=rank, world=2, local_rank=rank, local_world=2, launcher="dtorch", run_folder=tmp_path)
+        for rank in range(2)
+    ]
+    prompt.install(places[0])
+    assert sys.breakpointhook is sys.__breakpointhook__
+    monkeypatch.setenv("PYTHONBREAKPOINT", "builtins.print")  # as a remote debugger is named
+    prompt.install(places[1])
+    assert sys.breakpointhook is sys.__breakpointhook__
+    monkeypatch.setenv("PYTHONBREAKPOINT", "ipdb.set_trace")
+    prompt.install(places[1])
+    assert sys.breakpointhook is not sys.__breakpointhook__
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    assert sys.breakpointhook() is None
+    own = lambda: "the user's own"  # noqa: E731
+    monkeypatch.setattr(sys, "breakpointhook", own)
+    prompt.install(places[1])
+    assert sys.breakpointhook is own
 
 
 class Clock:
@@ -111,16 +170,16 @@ def test_who_is_waited_for_in_vain_is_blamed_and_not_who_gives_up(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("fields", "advice"),
+    ("fields", "needed"),
     [
-        ({"rank": 1, "type": "EOFError", "message": "EOF when reading a line"}, "only rank 0 has standard input"),
+        ({"rank": 1, "type": "EOFError", "message": "EOF when reading a line"}, "standard input, which only rank 0"),
         ({"rank": 0, "type": "EOFError", "message": "EOF when reading a line"}, ""),
         ({"rank": 1, "type": "EOFError", "message": "Ran out of input"}, ""),
-        ({"rank": 1, "type": "BdbQuit", "message": ""}, "only rank 0 has a terminal: call breakpoint()"),
+        ({"rank": 1, "type": "BdbQuit", "message": ""}, "a terminal, which only rank 0"),
     ],
 )
-def test_ranks_without_a_terminal_are_told_so(tmp_path: Path, fields: dict[str, object], advice: str) -> None:
+def test_ranks_without_a_terminal_are_told_so(tmp_path: Path, fields: dict[str, object], needed: str) -> None:
     rank = int(str(fields["rank"]))
     (tmp_path / f"end.{rank}.json").write_text(json.dumps({"kind": "raised", "step": 3, **fields}))
     found = judge([Rank(rank, None, -1, None, status=1, ended=2.1)], tmp_path)  # type: ignore[arg-type]
-    assert (f"do: {advice}" in found.detail) if advice else ("do:" not in found.detail)
+    assert found.advice.startswith(f"needed: {needed}") if needed else not found.advice

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import PeerError, UsageError
 from distributedtorch.core.world import here
 from distributedtorch.launch import record
+from distributedtorch.launch.place import Place
 from distributedtorch.launch.ranks import Rank
 from distributedtorch.launch.record import End, is_consequence
 from distributedtorch.launch.verdict import judge
@@ -94,3 +99,33 @@ def test_an_error_on_a_lone_row_says_so(rows, error, noted, monkeypatch):
     record.raised(error)
     notes = "".join(getattr(error, "__notes__", []))
     assert (noted in notes and "squeeze" in notes) if noted else not notes
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A place whose record this process may come to write."""
+    monkeypatch.setattr(record, "_here", record._Rank())
+    for name in ("excepthook", "exit"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    yield Place(rank=1, world=2, local_rank=1, local_world=2, launcher="dtorch", run_folder=tmp_path)
+    for act in (record._at_exit, record._flush):
+        atexit.unregister(act)
+
+
+@pytest.mark.parametrize(("parent", "speaks"), [(os.getppid(), True), (os.getpid(), False)])
+def test_what_a_rank_starts_does_not_speak_for_it(
+    installed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: int, speaks: bool
+) -> None:
+    """A process with the rank's environment, say a worker that is spawned, or a script that may fail."""
+    monkeypatch.setenv(record.SUPERVISOR, str(parent))
+    record.install(installed)
+    record.raised(ValueError("in a child"))
+    assert (tmp_path / "end.1.json").exists() == (tmp_path / "step.1").exists() == speaks
+
+
+def test_a_child_that_joins_is_the_rank(installed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(record.SUPERVISOR, str(os.getpid()))
+    record.install(installed)
+    record.joined(installed)
+    record.raised(ValueError("in training"))
+    assert (tmp_path / "end.1.json").exists() and (tmp_path / "joined.1").exists()

@@ -55,6 +55,7 @@ def test_the_first_cause_is_named_and_all_end(job, fault, rank, words, code):
     assert f"dtorch: rank {rank} failed first: " in run.err
     assert words in run.err
     assert "step 5" in run.err
+    assert ("`if dt.any(flag): break`" in run.err) == (fault == "leave")
     assert str(folder_of(run)) in run.err
     if "ValueError" in words:
         assert "in explode()" in run.err
@@ -157,3 +158,18 @@ def test_ranks_share_the_cores(tmp_path):
     command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", script]
     out = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
     assert out.split() == [str(max(1, len(os.sched_getaffinity(0)) // 2)), "divided", "lo"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("script", "code"), [("train.py", 0), ("job.py", 1)])
+def test_output_that_nobody_reads_costs_no_run(tmp_path, script, code):
+    """As with `2>&1 | head -1`; what the script itself prints there fails as in one process."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", JOB.with_name(script), "raise", "1"]
+    done = subprocess.run(
+        [*command[:7], "out"] if code == 0 else command, cwd=tmp_path, stdout=writer, stderr=writer, check=False
+    )
+    os.close(writer)
+    assert done.returncode == code
+    assert not code or list(tmp_path.glob(".dtorch/*/end.1.json"))

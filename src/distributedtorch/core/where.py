@@ -17,7 +17,7 @@ _FOREIGN = (
     "<frozen",
 )
 _PROMPTS = ("bdb", "code", "pydevd")
-"""The modules whose code runs while a debugger holds the script."""
+"""The modules whose code runs while somebody debugs the script."""
 
 
 def is_users(filename: str) -> bool:
@@ -44,8 +44,14 @@ def of_main_thread() -> str:
 
 def at_prompt() -> bool:
     """Whether somebody debugs the main thread: a prompt of pdb or one made of it (ipdb, pudb), or of `code`."""
+    prompts = {getattr(sys.modules.get(name), "__file__", None) for name in _PROMPTS}
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return any(f.f_globals.get("__name__") in _PROMPTS for f, _ in traceback.walk_stack(frame))
+    for file in (f.f_code.co_filename for f, _ in traceback.walk_stack(frame)):
+        if file.startswith(_FOREIGN[0]):  # below is what has called the library, perhaps at a prompt
+            return False
+        if file in prompts and not is_users(file):
+            return True
+    return False
 
 
 def _innermost(places: list[tuple[str, int, str]]) -> str:

@@ -232,7 +232,9 @@ def _conclude(job: Job) -> Any:
         found = verdict.judge(job.ranks, job.folder)
         end = record.read(job.folder, found.rank)
         trace = end.traceback if end is not None else ""
-        text = f"{record.name_of(job.folder, found.rank)} failed first: {found.text}\n{trace}  logs: {job.folder}"
+        advice = found.advice if end is None else found.advice or verdict.advice(end)
+        more = trace + "".join(f"  {line}\n" for line in advice.splitlines())
+        text = f"{record.name_of(job.folder, found.rank)} failed first: {found.text}\n{more}  logs: {job.folder}"
         raise RankError(shown(text), rank=found.rank, kind=end.type if end is not None else "")
     value = None
     if (job.folder / _NOT_PLAIN).exists():

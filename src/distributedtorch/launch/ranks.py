@@ -22,6 +22,7 @@ from typing import Protocol
 
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.launch import private
+from distributedtorch.launch.record import SUPERVISOR
 
 _SHIM = """
 import ctypes, os, signal, sys
@@ -144,6 +145,7 @@ def environment(number: int, workers: int, port: int, folder: Path, plan: str | 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "DISTRIBUTEDTORCH_RUN": str(folder),
+        SUPERVISOR: str(os.getpid()),
     }
     if plan is not None:
         env["DISTRIBUTEDTORCH_RUN_PLAN"] = plan

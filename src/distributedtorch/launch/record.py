@@ -36,6 +36,9 @@ from distributedtorch.launch.place import Place
 NEWS = "news"
 """Name of the fifo on which ranks speak to the supervisor: lines `joined <rank>`, `raised <rank>`, `say <text>`."""
 
+SUPERVISOR = "DISTRIBUTEDTORCH_SUPERVISOR"
+"""The process that a rank is a child of; those that the rank itself starts find the same in their environment."""
+
 _SECONDS_TO_LEAVE = 3.0
 _MAX_LINES = 30
 _MAX_BYTES = 1 << 20
@@ -89,6 +92,8 @@ class _Rank:
         self.seen: memoryview | None = None
         self.news: tuple[int, os.stat_result] | None = None
         """The fifo, and how to tell that this descriptor still is it."""
+        self.own = False
+        """Whether this process is the rank, and not one that the rank has started."""
         self.written = False
         self.failed = False
         self.reached = False
@@ -127,14 +132,21 @@ def install(place: Place) -> None:
         sys.exit = _exit(sys.exit)
         atexit.register(_say_exit, place)
         return
-    with contextlib.suppress(OSError):
-        _here.seen = _shared_step(place.run_folder / f"step.{place.rank}")
-    with contextlib.suppress(OSError):
-        fifo = os.open(place.run_folder / NEWS, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        _here.news = fifo, os.fstat(fifo)
+    if os.environ.get(SUPERVISOR, str(os.getppid())) == str(os.getppid()):
+        _be_the_rank(place, place.run_folder)
     sys.excepthook = _hook(sys.excepthook, place.rank)
     sys.exit = _exit(sys.exit)
     atexit.register(_at_exit)
+
+
+def _be_the_rank(place: Place, folder: Path) -> None:
+    """Speak for the rank from now on."""
+    _here.own = True
+    with contextlib.suppress(OSError):
+        _here.seen = _shared_step(folder / f"step.{place.rank}")
+    with contextlib.suppress(OSError):
+        fifo = os.open(folder / NEWS, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        _here.news = fifo, os.fstat(fifo)
 
 
 def before_others() -> None:
@@ -147,6 +159,8 @@ def before_others() -> None:
 def joined(place: Place) -> None:
     """Tell the supervisor that this rank's script does take part."""
     if place.run_folder is not None:
+        if not _here.own:  # the script has started its training as a process of its own
+            _be_the_rank(place, place.run_folder)
         _news(f"joined {place.rank}")
         _leave(place.run_folder / f"joined.{place.rank}", "")
 
@@ -373,7 +387,7 @@ def _at_exit() -> None:
 def _write(kind: Literal["raised", "exit", "ended"], **fields: Any) -> None:
     """Write this rank's record, once; forked children write none, and a full disk must not hide the error."""
     place = _here.place
-    if place is None or place.run_folder is None or _here.written or os.getpid() != _here.pid:
+    if place is None or place.run_folder is None or _here.written or os.getpid() != _here.pid or not _here.own:
         return
     _here.written = True
     fields["traceback"] = "".join(str(fields.get("traceback", "")).splitlines(keepends=True)[-_MAX_LINES:])

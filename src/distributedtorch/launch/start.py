@@ -28,6 +28,8 @@ from distributedtorch.launch.reminder import reminding
 
 _SECONDS_TO_WAIT, _SECONDS_FOR_WATCH = 1800.0, 60.0
 """How long a rank waits for others at least, in the back ends' own count, and for the watch to say who is missing."""
+_LOGGED = "DISTRIBUTEDTORCH_LOGGED"
+"""The process whose output goes to a log: those that it starts print where it wants them to."""
 _SECONDS_WITHOUT_END = 30 * 86400.0
 
 
@@ -83,8 +85,9 @@ def _share_cores(place: Place) -> None:
 def _to_log(place: Place) -> None:
     """Without a supervisor: standard output of ranks above 0 goes to a file; errors stay where they are shown."""
     folder = log_folder(place)  # also on rank 0, which names it: the script may change the working folder
-    if place.rank == 0 or folder is None:
+    if place.rank == 0 or folder is None or _LOGGED in os.environ:
         return
+    os.environ[_LOGGED] = str(os.getpid())
     log = private.create(private.folder(folder) / f"rank{place.rank}.log", os.O_WRONLY | os.O_APPEND, new=False)
     sys.stdout.flush()
     os.dup2(log, 1)

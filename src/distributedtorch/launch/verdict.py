@@ -31,6 +31,8 @@ class Verdict:
     """What the run exits with; never 0."""
     detail: str = ""
     """The lines to print under it."""
+    advice: str = ""
+    """What is needed, and what to do, where that is known."""
     hung_at: int | None = None
     """The step at which the rank did not come, where that is what it did."""
 
@@ -52,7 +54,7 @@ def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
 def headline(verdict: Verdict, folder: Path) -> str:
     """The block printed when a run fails."""
     lines = [f"dtorch: {name_of(folder, verdict.rank)} failed first: {verdict.text}"]
-    lines += [f"  {line}" for line in verdict.detail.splitlines()]
+    lines += [f"  {line}" for line in (*verdict.detail.splitlines(), *verdict.advice.splitlines())]
     return "\n".join([*lines, f"  logs: {folder}"])
 
 
@@ -95,16 +97,22 @@ def _raised(end: End, status: int) -> Verdict:
     code = status if status > 0 else 1
     text = f"{end.type}: {end.message}" if end.message else end.type
     at = f", {end.where}" if end.where else ""
-    detail = f"at step {end.step}{at}\n{trace}{_advice(end)}"
-    return Verdict(rank=end.rank, time=end.time, text=text, code=code, detail=detail)
+    said, detail = advice(end) if end.rank else "", f"at step {end.step}{at}\n{trace}"
+    return Verdict(rank=end.rank, time=end.time, text=text, code=code, detail=detail, advice=said)
 
 
-def _advice(end: End) -> str:
-    """What to do about an error that has to do with there being several ranks."""
-    if end.rank and end.type == "EOFError" and end.message == "EOF when reading a line":
-        return "\ndo: only rank 0 has standard input: take what is asked for there from an argument or a file"
-    if end.rank and end.type == "BdbQuit":
-        return "\ndo: only rank 0 has a terminal: call breakpoint(), where the others wait, not pdb.set_trace()"
+def advice(end: End) -> str:
+    """What to do about an error of a rank without a terminal."""
+    if end.type == "EOFError" and end.message == "EOF when reading a line":
+        return (
+            "needed: standard input, which only rank 0 of `dtorch run` has\n"
+            "do: take what is asked for there from an argument or a file"
+        )
+    if end.type == "BdbQuit":
+        return (
+            "needed: a terminal, which only rank 0 of `dtorch run` has\n"
+            "do: call breakpoint(), where the other ranks wait, not pdb.set_trace()"
+        )
     return ""
 
 
@@ -123,12 +131,13 @@ def _left_early(ranks: Sequence[Rank], ends: dict[int, End | None]) -> Verdict |
         f"rank {first.number} left the loop after step {step} (its script ended with code 0) "
         f"while rank {other.rank} went on to step {max(other.step, step + 1)}"
     )
-    detail = f"rank {other.rank} waited at {other.where}\n" if other.where else ""
-    do = (
-        "do: give every rank the same number of steps, and let all of them break, return or exit together: where each "
-        "judges by its own numbers, `if dt.any(flag): break`"
+    detail = f"rank {other.rank} waited at {other.where}" if other.where else ""
+    said = (
+        "needed: the same number of steps on every rank\n"
+        "do: let all ranks break, return or exit together: where each judges by its own numbers, "
+        "`if dt.any(flag): break`"
     )
-    return Verdict(rank=first.number, time=first.ended or 0.0, text=text, code=1, detail=detail + do)
+    return Verdict(rank=first.number, time=first.ended or 0.0, text=text, code=1, detail=detail, advice=said)
 
 
 def _came_to_its_end(end: End | None) -> bool:
