@@ -170,7 +170,7 @@ def _check_optimizer(optimizer: Optimizer, known: dict[int, str], taken: dict[in
         raise UsageError(explain(given, "optimizers over the models' own parameters", do))
     for param in mine:
         if id(param) in taken:
-            do = "give each parameter to one optimizer"
+            do = "give each parameter to one optimizer; one for a later phase is met at its first step, not given"
             given = f"parameter {known[id(param)]!r} is in two optimizers ({taken[id(param)]} and {kind})"
             raise UsageError(explain(given, "one optimizer per parameter", do))
         taken[id(param)] = kind

@@ -123,7 +123,7 @@ def _refuse(given: Optimizer, owners: Sequence[Member], world: World) -> None:
     if not owners:  # all frozen
         return
     do = "give it to dt.distribute: model, optimizer, loader = dt.distribute(model, optimizer, loader)"
-    if world.size > 1 and (plan.delay or plan.sync == "server"):
+    if world.size > 1 and ((plan.delay and plan.lockstep) or plan.sync == "server"):
         given_text = f"{kind} steps and was not given to dt.distribute, under {plan}"
         raise UsageError(explain(given_text, "the optimizer when the exchange is set up", do))
     mine = {id(param) for param in params_of(given)}
@@ -179,6 +179,7 @@ def waiting(world: World) -> list[Optimizer]:
 def _alive(places: dict[int, int], taken: set[int]) -> Iterator[Optimizer]:
     for one in gc.get_objects():
         if issubclass(type(one), Optimizer):  # not isinstance: asking an object for its class may run code of its own
-            mine = [id(param) for param in params_of(one)]
+            groups = vars(one).get("param_groups", [])  # one that is being made has none
+            mine = [id(param) for group in groups for param in group["params"]]
             if mine and all(key in places and key not in taken for key in mine):
                 yield one

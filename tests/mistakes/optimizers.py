@@ -256,6 +256,27 @@ class Lookahead(torch.optim.Optimizer):
         before="right",
     ),
     Script(
+        name="the optimizer is made later, with a loss scale",
+        body=LATE
+        + ADAM
+        + """
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+for x, y in loader:
+    optimizer.zero_grad()
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        before="exit 0, weights differ",
+    ),
+    Script(
+        name="a layer is frozen for a while",
+        body=TWO_LINES + "model[0].requires_grad_(False)" + LOOP + "model[0].requires_grad_(True)" + LOOP,
+        before="right",
+    ),
+    Script(
         name="a separate model of each rank's own",
         body=TWO_LINES
         + """

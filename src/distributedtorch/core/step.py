@@ -158,7 +158,7 @@ class Loop:
         for index, param in enumerate(sync.params):
             member.hooks.append(param.register_post_accumulate_grad_hook(self._hook(member, index)))
             if self._own_hooks:
-                member.hooks.append(param.register_hook(self._weigher(member)))
+                member.hooks.append(_hook_on(param, self._weigher(member)))
         self.stand()
         return member
 
@@ -228,7 +228,7 @@ class Loop:
         for member in self.members:
             weigh = self._weigher(member)
             for param in member.sync.params:
-                member.hooks.append(param.register_hook(weigh))
+                member.hooks.append(_hook_on(param, weigh))
 
     def _weigher(self, member: Member) -> Callable[[Tensor], Tensor | None]:
         def weigh(grad: Tensor) -> Tensor | None:
@@ -625,6 +625,15 @@ class Loop:
             if max(values) != min(values) and max(ratios) - min(ratios) > 1e-9 * max(ratios):
                 said = ", ".join(f"{value:g} in {rows:g} rows" for value, (rows, _) in zip(values, here, strict=True))
                 raise UsageError(explain(f"the loss is a mean over unevenly many values ({said})", *_UNEVEN))
+
+def _hook_on(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Hook a parameter's gradient; one that is frozen for a while will have it too."""
+    trains = param.requires_grad
+    param.requires_grad_(True)
+    handle: RemovableHandle = param.register_hook(hook)
+    param.requires_grad_(trains)
+    return handle
+
 
 
 _MEANS = 4
