@@ -300,7 +300,7 @@ SCRIPTS = [
     ),
     Script(
         name="a sum that is said, over BatchNorm, on ranks without rows",
-        body=NORM + "data = TensorDataset(xs[:6], ys[:6])" + WEIGHTED.format(batch=2, plan="", acts="True"),
+        body=NORM + WEIGHTED.format(batch=6, plan="", acts="True"),
         before="no such argument",
     ),
     *(
