@@ -195,6 +195,13 @@ for _ in range(2):
             optimizer.step()
             optimizer.zero_grad()
 """
+MIXED = """
+model, optimizer, loader = dt.distribute(model, optimizer, loader, plan="accumulate=2")
+for number, (x, y) in enumerate(loader):
+    each = F.cross_entropy(model(x), y, reduction="none")
+    (dt.weight(each.sum(), len(x), sum=True) if number % 2 else each.mean()).backward()
+    optimizer.step()
+"""
 ODD = "dt.world() > 1 or done % 3 in (0, 2)"  # 8, 8 and 4 rows: the window ends with the epoch
 TIME = """
 batches = [(torch.randn(9, n, 4), torch.randn(9, n, 3)) for n in (5, 7, 2, 6)]
@@ -290,6 +297,30 @@ SCRIPTS = [
             ("a sum that is said, in windows", 2, "accumulate=2", "dt.world() > 1 or done % 2 == 0"),
             ("a sum that is said, in windows that end with the epoch", 8, "accumulate=2", ODD),
         )
+    ),
+    Script(
+        name="a sum that is said, over BatchNorm, on ranks without rows",
+        body=NORM + WEIGHTED.format(batch=6, plan="", acts="True"),
+        before="no such argument",
+    ),
+    *(
+        Script(name=name, body=loop(12, f"dt.weight({said})", EACH), before=before, says=says, plans=("ddp",))
+        for name, said, before, says in (
+            (
+                "a sum that is said to be a mean",
+                "each.sum(), len(x)",
+                "weights differ by 1e-1",
+                ("dt.weight(loss, n) of",),
+            ),
+            ("a mean that is said to be a sum", "each.mean(), len(x), sum=True", "no such argument", ("sum=True) of",)),
+        )
+    ),
+    Script(
+        name="a window of a sum and a mean",
+        body=MIXED,
+        before="no such argument",
+        says=("one window of `accumulate`",),
+        plans=("ddp",),
     ),
     *(
         Script(name=name, body=body, before=before, says=says, plans=("ddp",) if says else ALL)
