@@ -184,7 +184,7 @@ def carry_out_after_step(_: Sequence[Member]) -> None:
     STATE.stepped = True
     fed = fed_by()
     if fed is not None:
-        RUN.pace.stepped(fed.cursor)
+        RUN.pace.stepped(fed.cursor, batches_of(fed)[1])
     if not STATE.fed and not STATE.armed and (STATE.due or loop.requested):
         STATE.armed = [m.register_forward_pre_hook(lambda *_: come_round()) for m in RUN.models]
 
@@ -308,6 +308,7 @@ def begin(request: str, writers: list[int], *, left: bool = False) -> Saving:
                 piece.steady = piece.steady and later
     pieces = content.pieces if isinstance(content, writing.Content) else []
     before = [(piece.tensor, piece.tensor._version) for piece in pieces if piece.steady]
+
     def copied() -> writing.Content | str:
         found = saving.copy(content, before, STATE.copies)
         return _LEFT if left and _fails() else found

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from distributedtorch import apart, attach, behind, filling, guard, inspect, precision, recipes, report
-from distributedtorch.core.batches import Rows
 from distributedtorch.core.blocks import check_named
 from distributedtorch.core.errors import LaunchError, UsageError, explain
 from distributedtorch.core.plan import Plan, resolve, sources
@@ -19,7 +18,7 @@ from distributedtorch.data.balance import Balance
 from distributedtorch.data.cursor import Share
 from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream
-from distributedtorch.feed import Feed, rows_of
+from distributedtorch.feed import Feed, rows_of, see
 from distributedtorch.launch import fork, heap, reserve
 from distributedtorch.launch.adopt import check as check_group
 from distributedtorch.launch.adopt import unwrapped
@@ -372,6 +371,8 @@ def _look(given: inspect.Given, plan: Plan, world: World, *, own: bool) -> None:
         feed.own = loop.own_batches = True
     if plan.lockstep and (RUN.plan is None or loop.drawn is not None):
         loop.look(given.models)
+        hooks = [model.register_forward_pre_hook(see, with_kwargs=True) for model in given.models if feed.own]
+        world.undo += [hook.remove for hook in hooks]
     if feed.stepped not in loop.after_step:
         loop.after_step.append(feed.stepped)
         world.undo.append(partial(loop.after_step.remove, feed.stepped))
