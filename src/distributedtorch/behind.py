@@ -184,7 +184,7 @@ def carry_out_after_step(_: Sequence[Member]) -> None:
     STATE.stepped = True
     fed = fed_by()
     if fed is not None:
-        RUN.pace.stepped(fed.cursor)
+        RUN.pace.stepped(fed.cursor, batches_of(fed)[1])
     if not STATE.fed and not STATE.armed and (STATE.due or loop.requested):
         STATE.armed = [hooked(m, m.register_forward_pre_hook(lambda *_: come_round())) for m in RUN.models]
 

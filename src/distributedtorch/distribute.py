@@ -25,7 +25,7 @@ from distributedtorch.data.cut import rows_first
 from distributedtorch.data.loader import Loader, divide
 from distributedtorch.data.stream import Stream
 from distributedtorch.data.whole import watch_dims
-from distributedtorch.feed import Feed, rows_of
+from distributedtorch.feed import Feed, rows_of, see
 from distributedtorch.launch import fork, heap, reserve
 from distributedtorch.launch.adopt import check as check_group
 from distributedtorch.launch.adopt import switch_off_around, unwrapped
@@ -460,6 +460,8 @@ def _look(given: inspect.Given, plan: Plan, world: World, *, own: bool) -> None:
         feed.own = loop.own_batches = True
     if plan.lockstep and (RUN.plan is None or loop.drawn is not None):
         loop.look(given.models)
+        hooks = [model.register_forward_pre_hook(see, with_kwargs=True) for model in given.models if feed.own]
+        world.undo += [hook.remove for hook in hooks]
     if feed.stepped not in loop.after_step:
         loop.after_step.append(feed.stepped)
         world.undo.append(partial(loop.after_step.remove, feed.stepped))

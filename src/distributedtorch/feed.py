@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, get_worker_info
 
 from distributedtorch import inspect, report
@@ -85,9 +86,15 @@ class Feed:
         if self._steps != _STEPS_TO_TELL or loop.batches.present is not None or not loop.in_lockstep:
             return
         if not self.own:
-            self._say("repeated", _REPEATED.format(world=here().size))
+            same = "the same " if loop.alike else ""
+            self._say("repeated", _REPEATED.format(same=same, world=here().size))
         elif loop.alike:
             self._say("alike", f"batches='own', and every rank draws the same: {here().size} times the work of one")
+
+    def added(self, values: Tensor) -> None:
+        """`dt.total` has added the ranks' values: say once where each is of all rows, as after an evaluation."""
+        if here().loop.batches.evaluated and bool((values == values[0]).all()) and bool(values[0].any()):
+            self._say("added", _ADDED.format(world=here().size))
 
     def feeds(self, loader: Loader, source: Loader) -> None:
         """A loader that was not given, or is walked as it was before, feeds the loop. A group call the first time."""
@@ -102,6 +109,8 @@ class Feed:
         assert RUN.plan is not None
         if here().size > 1:
             inspect.same_everywhere(inspect.Given(), [source], RUN.plan, here().comm)
+            if RUN.balance is not None:
+                RUN.balance.meet()
             self._say(f"met {source.note}", report.met(source, trial=self.open is None))
 
     def _say(self, key: str, text: str) -> None:
@@ -169,7 +178,8 @@ class Trial:
         self._position = loader.place.fork(source.user)
         self._evaluates = not _training()
         """Whether no model is in training mode: then only a step tells that it is trained all the same."""
-        self._began = here().loop.steps
+        self._loop = here().loop
+        self._began = self._loop.steps
         self._offer: Offer | None = None
         self._epoch: Epoch | None = None
         self._else = False
@@ -193,11 +203,11 @@ class Trial:
 
     def __del__(self) -> None:
         if self._offer is not None:
-            here().loop.batches.withdraw(self._offer)
+            self._loop.batches.withdraw(self._offer)
 
     def _handed(self, share: Share, batch: Any) -> None:
         """A whole batch goes out. Beside another loader's it is not sure what a backward is about."""
-        loop = here().loop
+        loop = self._loop
         self._else = self._else or any(known.place.live for known in RUN.loaders)
         if loop.members and not self._else:
             self._offer = loop.batches.offered(rows_of(share, self._loader, self._position.cursor))
@@ -206,7 +216,7 @@ class Trial:
         """Whether what went out so far was trained on."""
         if not self._position.cursor.batch:
             return False
-        loop, offer, self._offer = here().loop, self._offer, None
+        loop, offer, self._offer = self._loop, self._offer, None
         if offer is not None:
             loop.batches.withdraw(offer)
         self._else = self._else or (bool(loop.members) and (offer is None or not offer.taken))
@@ -236,6 +246,13 @@ def rows_of(share: Share, loader: Loader, cursor: Cursor) -> Rows:
         copies=share.copies,
         proof=share.proof,
     )
+
+
+def see(_: nn.Module, args: Any, kwargs: Any) -> None:
+    """A hook on models that each rank gives batches of its own: how many rows there are."""
+    drawn = here().loop.drawn
+    if drawn is not None and not torch.compiler.is_compiling():
+        drawn.saw(args, kwargs)
 
 
 def refuse_own_way(loader: Any) -> None:
@@ -277,8 +294,11 @@ def _claim(loader: Loader) -> dict[str, Any] | None:
 
 
 _WHOLE = "whole on every rank without gradients or in eval mode (dt.evaluate and dt.accuracy divide it)"
+_ADDED = (
+    "dt.total has added {world} equal values after a loader was walked whole: each rank has counted every row by itself"
+)
 _REPEATED = (
-    "no loader is divided, so every rank computes whole batches, {world} times the work of one process: give the "
+    "no loader is divided: every rank computes {same}whole batches, {world} times the work of one process. Give the "
     "loader to dt.distribute and iterate what comes back; batches made by hand are given as "
     "`def batches(): while True: yield get_batch()`"
 )

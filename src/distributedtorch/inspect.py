@@ -193,7 +193,10 @@ def same_everywhere(
             given_text = f"rank 0 and rank {rank} were given different things:\n{shown}{more}"
             do = "run the same script with the same arguments, data and versions on every rank"
             if all(key.endswith(" samples") for key in keys):
-                do = "draw splits and made-up data from a seed, say torch.manual_seed(0) at the top of the script"
+                do = (
+                    "draw splits and made-up data from a seed, say torch.manual_seed(0) at the top of the script, and "
+                    "leave rank and world size out of the dataset: rows are divided here"
+                )
             raise LaunchError(explain(given_text, "the same model, optimizer, data and plan on all ranks", do))
         if list(card) != list(cards[0]):
             raise LaunchError(_another_order(rank, list(cards[0]), list(card)))

@@ -36,6 +36,11 @@ class Pace:
         """Plain data."""
         return {"lengths": self.lengths, "steps at end": self.steps_at_end}
 
+    @property
+    def counts(self) -> str:
+        """What to say of a loop that goes on inside an epoch, and accumulates."""
+        return "" if self._resumed is None else "; enumerate(loader, resumed.batch) counts on from there"
+
     def goes_on(self, saved: Mapping[str, Any], cursor: Cursor, *, inside: bool) -> None:
         """A run goes on where `cursor` stands, `inside` an epoch, perhaps."""
         self.__init__()  # type: ignore[misc]
@@ -58,11 +63,13 @@ class Pace:
         if cursor.epoch == epoch and now % usual and cursor.batch != total:
             raise UsageError(_moved(usual, f"the first step comes after {now}"))
 
-    def stepped(self, cursor: Cursor) -> None:
+    def stepped(self, cursor: Cursor, total: int | None) -> None:
         """An optimizer has stepped."""
         epoch, batch = self._at
-        if cursor.epoch == epoch and cursor.batch > batch:
-            self.lengths = [*self.lengths[-1:], cursor.batch - batch]
+        now = cursor.batch - batch
+        rest = bool(self.lengths) and cursor.batch == total and now < self.lengths[-1]
+        if cursor.epoch == epoch and now and not rest:
+            self.lengths = [*self.lengths[-1:], now]
         elif cursor.epoch == epoch + 1 == 0:  # the run's first
             self.lengths = [cursor.batch]
         self._at = (cursor.epoch, cursor.batch)
@@ -83,7 +90,8 @@ class Pace:
         else:
             self.steps_at_end = stepped
         if self._left_over and self.steps_at_end:
-            raise UsageError(_moved(usual, f"the last {self._left_over} of that epoch made no step, as others do"))
+            left, self._left_over = self._left_over, 0
+            raise UsageError(_moved(usual, f"the last {left} of that epoch made no step, as others do"))
 
 
 def _moved(usual: int, said: str) -> str:

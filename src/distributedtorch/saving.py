@@ -186,7 +186,7 @@ def _went_on(resumed: Resumed, said: str) -> str:
     if resumed.path is None:
         return f"nothing to resume in {said}: starts from the beginning"
     cursor = _cursor()
-    inside = "" if cursor is None or cursor.ended else f", after batch {cursor.batch} of its epoch"
+    inside = "" if cursor is None or cursor.ended else f", after batch {cursor.batch} of its epoch{RUN.pace.counts}"
     epoch = f", epoch {resumed.epoch}{inside}" if cursor is not None else ""
     return f"resumed from {resumed.path}: step {resumed.step}{epoch}"
 

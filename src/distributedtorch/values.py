@@ -89,7 +89,10 @@ def _over_ranks(x: Number, factor: float, divisor: float, name: str) -> Number:
         return x
     value = x.detach().double() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
     value = value * factor if factor else torch.zeros_like(value)
-    result = comm.exchange(name, value).sum(dim=0) / divisor
+    values = comm.exchange(name, value)
+    if name == "total" and RUN.feed is not None:
+        RUN.feed.added(values)
+    result = values.sum(dim=0) / divisor
     if isinstance(x, Tensor):
         return result.to(x.dtype)
     return type(x)(result.item())

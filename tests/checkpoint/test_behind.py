@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -382,3 +384,44 @@ def test_a_save_that_is_due_where_the_loop_is_left(training, tmp_path: Path, mon
     release()
     again = job.Training("ddp")
     assert dt.resume(tmp_path)[:2] == (3, 1) and again.scheduler.last_epoch == 3
+
+
+HELD = """
+import sys, torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import distributedtorch as dt
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(20, 4), torch.randint(0, 3, (20,)))
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = dt.distribute(model, optimizer, DataLoader(data, batch_size=5))
+dt.resume("saved", save_every=int(sys.argv[1]))
+batches = iter(loader)
+for _ in range(4):
+    x, y = next(batches)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+"""The iterator is held to the end, which the loop does not come to."""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("start", "every"),
+    [
+        ((), 4),
+        pytest.param((), 2, marks=pytest.mark.long),
+        pytest.param(("-m", "distributedtorch", "run", "--workers", "2"), 4, marks=pytest.mark.long),
+    ],
+    ids=["one process", "one process, saved before", "two ranks"],
+)
+def test_an_iterator_that_is_held_to_the_end(start: tuple[str, ...], every: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HELD)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *start, "train.py", str(every)]
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+    assert sorted(name[7:] for name in os.listdir(tmp_path / "saved")) == [f"step-{n}" for n in range(every, 5, every)]

@@ -457,4 +457,23 @@ model, optimizer, loader = dt.distribute(model, optimizer, batches())
         before="exit 0, weights differ",
         says=(TWICE,),
     ),
+    Script(
+        name="a dataset that divides itself by rank",
+        body="""
+class Shard(Dataset):
+    def __init__(self):
+        self.x, self.y = xs[dt.rank()::dt.world()], ys[dt.rank()::dt.world()]
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+loader = DataLoader(Shard(), batch_size=5)
+"""
+        + GIVEN
+        + STEP
+        + EPOCHS,
+        before="exit 0, weights differ by 1.1",
+        says=("leave rank and world size out of the dataset",),
+        worlds=(2,),
+    ),
 ]

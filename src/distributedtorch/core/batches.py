@@ -86,6 +86,11 @@ class Batches:
             return self._aside[-1]
         return self.offers[0].rows if self.offers and not self._handed else self.present
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the batches since the last backward were whole ones without gradients."""
+        return bool(self._aside) and self._aside[-1].copies > 1
+
     def arrived(self, rows: Rows, batch: Any) -> None:
         """A loader hands out a batch."""
         self._tag(rows, batch)

@@ -1,7 +1,8 @@
 """Whether ranks have the same: a batch that each has read or drawn whole, told from a number that equal values share.
 
 Where no loader hands batches out, a step's first forward tells what it is about. It is looked at in the first two
-steps only: the first one's forward may be a trial of shapes. What compiled code is given cannot be seen.
+steps only: the first one's forward may be a trial of shapes. A model that `model.compile()` has compiled in place
+shows nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -32,10 +34,14 @@ def proof_of(values: Any, *, anywhere: bool = False) -> float:
 def _take_in(digest: Any, value: Any, anywhere: bool) -> bool:
     """Take in all that can be told of a value; whether there was any."""
     if isinstance(value, Tensor):
-        if value.layout != torch.strided or not value.numel() or not (anywhere or value.device.type == "cpu"):
+        if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or not value.numel():
             return False
-        flat = value.detach().cpu().contiguous().view(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        if not (anywhere or value.device.type == "cpu"):
+            return False
+        try:
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        except RuntimeError:  # inside a transform (vmap) it has no bytes
+            return False
         return True
     if isinstance(value, bool | int | float | complex | str | bytes):
         digest.update(repr(value).encode())
@@ -52,6 +58,8 @@ class Drawn:
 
     def __init__(self, busy: Callable[[], bool]) -> None:
         self._busy = busy
+        """Whether a backward is under way, which may compute forwards again."""
+        self._known: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._steps = self._calls = 0
         self._inside: nn.Module | None = None
@@ -59,12 +67,11 @@ class Drawn:
         self.rows: int | None = None
         """Their leading dimension, if they have one."""
 
-    def watch(self, models: Iterable[nn.Module], *, inside: bool) -> None:
-        """Look at the forwards of these models, and of what they are made of (`inside`)."""
-        modules = {module for model in models for module in (model.modules() if inside else [model])}
-        for module in [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]:
-            self._hooks.append(module.register_forward_pre_hook(self._begins, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._ends, always_call=True))
+    def watch(self, models: Iterable[nn.Module]) -> None:
+        """Look at the forwards of these models, and of what they are made of, without a mark on them."""
+        self._known |= {id(module) for model in models for module in model.modules()}
+        if not self._hooks:
+            self._hooks.append(register_module_forward_pre_hook(self._begins))
 
     def close(self) -> None:
         """Look at nothing any more."""
@@ -72,19 +79,28 @@ class Drawn:
             hook.remove()
         self._hooks = []
 
-    def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._inside is not None or self._busy():
+    def _begins(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or self._inside is not None:
             return
-        self._inside = module
+        if id(module) in self._known or id(getattr(module, "_orig_mod", None)) in self._known:  # torch.compile's
+            # A hook for all modules is not told keywords, and one that was told of them would not go without a trace.
+            self._inside = module
+            self._hooks.append(module.register_forward_hook(self._ends, with_kwargs=True, always_call=True))
+
+    def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside = None
+        self._hooks.pop().remove()
+        self.saw(args, kwargs)
+
+    def saw(self, args: Any, kwargs: Any) -> None:
+        """A model was given this."""
+        if not torch.is_grad_enabled() or self._busy():
+            return
         self._calls += 1
         if self._calls == 1:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.rows = next((len(tensor) for tensor in tensors if tensor.dim()), None)
             self._proof = -1.0 if self.over else proof_of(tensors, anywhere=True)
-
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is self._inside:
-            self._inside = None
 
     @property
     def over(self) -> bool:
@@ -97,6 +113,5 @@ class Drawn:
 
     def stepped(self) -> None:
         """An optimizer has stepped: the next forward is about another batch."""
-        if self._calls:
-            self._steps += 1
+        self._steps += self._calls > 0
         self._calls, self._proof, self.rows, self._inside = 0, -1.0, None, None

@@ -327,7 +327,8 @@ class Loop:
         if self.drawn is None:
             self.drawn = Drawn(lambda: self.depth > 0)
             self.batches.first = self.look_no_more
-        self.drawn.watch(models, inside=not self.own_batches)
+        if not self.own_batches:
+            self.drawn.watch(models)
 
     def look_no_more(self) -> None:
         """Loaders hand batches out, or nobody distributes any more: do not look at what models are given."""
@@ -626,6 +627,7 @@ class Loop:
                 said = ", ".join(f"{value:g} in {rows:g} rows" for value, (rows, _) in zip(values, here, strict=True))
                 raise UsageError(explain(f"the loss is a mean over unevenly many values ({said})", *_UNEVEN))
 
+
 def _hook_on(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Hook a parameter's gradient; one that is frozen for a while will have it too."""
     trains = param.requires_grad
@@ -633,7 +635,6 @@ def _hook_on(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Removabl
     handle: RemovableHandle = param.register_hook(hook)
     param.requires_grad_(trains)
     return handle
-
 
 
 _MEANS = 4
@@ -660,8 +661,9 @@ _DRAWN = explain(
     "no loader has handed out this batch, and every rank has another one: each draws its own",
     "one global batch, of which every rank computes its rows",
     "give the batches as the loader: `def batches(): while True: yield get_batch()`, "
-    "`model, optimizer, loader = dt.distribute(model, optimizer, batches())`, `for x, y in loader:`; "
-    "or dt.distribute(..., batches='own'): as many times the batch as there are ranks",
+    "`model, optimizer, loader = dt.distribute(model, optimizer, batches())`, `for x, y in loader:` (a DataLoader as "
+    "it is, without a sampler that divides); or dt.distribute(..., batches='own'): each rank its own, as many times "
+    "the batch",
 )
 _HELD_TOO_LONG = explain(
     "a p.grad that was kept from an earlier backward is used after another backward has begun",

@@ -136,10 +136,8 @@ class Indices:
         self.number = 0
         """Number in the run of the first batch that the next iteration does not leave out."""
         self.sizes: deque[tuple[float, int, int]] = deque()
-        """Rows here, everywhere, and on how many ranks each, of the batches drawn but not yet handed out, in order.
-
-        A new object for each iteration.
-        """
+        """Rows here and everywhere, and on how many ranks each is, of the batches drawn but not yet handed out, in
+        order; a new object for each iteration."""
 
     def __iter__(self) -> Iterator[Any]:
         with self._draw():

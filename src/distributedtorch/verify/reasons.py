@@ -169,6 +169,8 @@ def _ratio(truth: Step, plan: Step) -> str:
 
 
 def _forward(runs: Runs, truth: Step, plan: Step) -> tuple[str, ...]:
+    if runs.plan.world > 1 and not any(step.rows for step in runs.plan.steps):
+        return (_NO_LOADER, *_FORWARD)
     one, many = truth.losses[0], plan.losses[0]
     if one and math.isclose(many / one, 1 / runs.plan.world, rel_tol=0.2):
         return (_SUM, *_FORWARD)
@@ -201,8 +203,13 @@ _SCHEDULER = (
 _SCALED = "the learning rate is multiplied by the number of workers: the global batch is the same, so leave it"
 _BUFFERS = "a buffer follows this rank's rows only (running statistics of your own): average it with dt.mean"
 _LENGTH = "the loop ends by something that depends on the rank or the number of processes (len of a divided dataset)"
+_NO_LOADER = (
+    "no loader was given, and every rank draws or reads batches by itself: give them to dt.distribute, batches made by "
+    "hand as a generator, and iterate what comes back"
+)
 _FORWARD = (
     "a loss over pairs in the batch (contrastive, in-batch negatives) sees only this rank's rows",
+    "a statistic of the batch computed by hand (a mean, a norm, a softmax over its rows) is one of this rank's rows",
     "a mean over tokens or masked targets that ranks have unequal numbers of: dt.weight(loss, n)",
     "a random layer that is not a dropout module draws other numbers on every rank",
     "a layer or buffer that follows this rank's rows only (running statistics of your own)",

@@ -81,6 +81,8 @@ def _notes(runs: Runs, asked: int) -> list[str]:
         said.append(f"dropout set to 0 in all runs: {_some(runs.truth.quiet)}")
     if len(runs.truth.steps) < asked:
         said.append(f"the script ended by itself after {len(runs.truth.steps)} of {asked} steps")
+    if runs.plan.world > 1 and not any(step.rows for step in runs.plan.steps):
+        said.append(f"no loader was given: every rank computed whole batches, {runs.plan.world} times the work of one")
     by_rounding = [row.name for row in states(runs, runs.steps) if not row.judged]
     if by_rounding:
         said.append(f"not judged, moved by rounding alone (a gradient of zero): {_some(by_rounding)}")
