@@ -208,7 +208,8 @@ def _work(task: Task) -> NoReturn:
             print(error.code, file=sys.stderr)
     except BaseException as error:
         reserve.remark(error)
-        record.raised(error)
+        trace = error.__traceback__  # begins in this function
+        record.raised(error.with_traceback(trace.tb_next or trace if trace else None))
     finally:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -234,7 +235,7 @@ def _conclude(job: Job) -> Any:
     if job.failed:
         found = verdict.judge(job.ranks, job.folder)
         end = record.read(job.folder, found.rank)
-        trace = end.traceback if end is not None else ""
+        trace = f"Traceback (most recent call last):\n{end.traceback}" if end is not None and end.traceback else ""
         text = f"{record.name_of(job.folder, found.rank)} failed first: {found.text}\n{trace}  logs: {job.folder}"
         raise RankError(text, rank=found.rank, kind=end.type if end is not None else "")
     value = None

@@ -36,7 +36,7 @@ def prepare() -> Place:
             joined=place.world == 1,
         )
     )
-    record.install(place)
+    record.install(place, log_folder(place))
     reserve.hide_devices()
     if place.launcher == "none":
         return place

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distributedtorch.launch.ranks import Rank
@@ -31,6 +31,8 @@ class Verdict:
     """What the run exits with; never 0."""
     detail: str = ""
     """The lines to print under it."""
+    shown: str = ""
+    """Where the user has seen the error and its traceback already: what to print in place of `text`."""
 
 
 def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
@@ -44,12 +46,20 @@ def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
         causes = [_raised(end, 1) for end in ends.values() if end is not None and end.kind == "raised"]
     if not causes:
         return Verdict(rank=0, time=0.0, text="ended without leaving a reason", code=1)
-    return min(causes, key=lambda cause: cause.time)
+    first = min(causes, key=lambda cause: cause.time)
+    return _said_once(first, ends[first.rank], [end for end in ends.values() if end is not None and end.shown])
+
+
+def _said_once(verdict: Verdict, end: End | None, shown: Sequence[End]) -> Verdict:
+    """The same, without what stands on the user's terminal."""
+    if end is None or not any((one.type, one.message) == (end.type, end.message) for one in shown):
+        return verdict
+    return replace(verdict, shown=f"{end.type}, see above", detail=verdict.detail.splitlines()[0])
 
 
 def headline(verdict: Verdict, folder: Path) -> str:
     """The block printed when a run fails."""
-    lines = [f"dtorch: {name_of(folder, verdict.rank)} failed first: {verdict.text}"]
+    lines = [f"dtorch: {name_of(folder, verdict.rank)} failed first: {verdict.shown or verdict.text}"]
     lines += [f"  {line}" for line in verdict.detail.splitlines()]
     return "\n".join([*lines, f"  logs: {folder}"])
 
