@@ -14,10 +14,10 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/.ready          ## train a small GPT under every plan and compare: a table and demo.png
 	$(BIN)/python examples/demo.py
 
-test: .venv/.ready lint     ## everything that must hold, under 15 minutes on 2 cores
+test: .venv/.ready lint     ## everything that must hold, under 12 minutes on 2 quiet cores
 	$(BIN)/python -m pytest
 
-test-long: .venv/.ready     ## more kills, ranks, hosts and sabotages than `make test` has time for; about eight minutes
+test-long: .venv/.ready     ## more kills, ranks, hosts and sabotages than `make test` has time for; about fifteen minutes
 	$(BIN)/python -m pytest -m long
 
 lint: .venv/.ready          ## style and strict types

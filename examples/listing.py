@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from distributedtorch import DistributedPyTorch, is_main
+from distributedtorch import DistributedPyTorch, accuracy, is_main
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -60,16 +60,6 @@ def zero_train(model, optimizer, device, train_loader):
     dist.join()
 
 
-@torch.no_grad()
-def test(model, device, test_loader):
-    model.eval()
-    correct = sum(
-        (model(inputs.to(device)).argmax(1) == labels.to(device)).sum().item() for inputs, labels in test_loader
-    )
-    model.train()
-    return correct / len(test_loader.dataset)
-
-
 torch.manual_seed(0)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 train_loader = DataLoader(images("train", arguments.samples, arguments.data), batch_size=32, shuffle=True)
@@ -79,6 +69,6 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 ddp_train(model, optimizer, device, train_loader)
 zero_train(model, optimizer, device, train_loader)
-print(f"Test Accuracy: {100 * test(model, device, test_loader):.2f}%")
+print(f"Test Accuracy: {100 * accuracy(model, test_loader):.2f}%")
 if arguments.weights is not None and is_main():
     save_file({name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}, arguments.weights)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 def run(
     world: int, *module: str, cwd: Path = ROOT, timeout: float = 100, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `module[0]` with the words after it in `world` ranks; what they printed, and 0 or 1."""
+    """Run `module[0]`, a module or a script, with the words after it in ranks; what they printed, and 0 or 1."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder) / name for name in ("out", "err"))
         given = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
@@ -95,7 +95,11 @@ def _rank(module: list[str]) -> None:
     import runpy
 
     sys.argv = list(module)
-    runpy.run_module(module[0], run_name="__main__", alter_sys=True)
+    if module[0].endswith(".py"):
+        sys.path.insert(0, str(Path(module[0]).parent))
+        runpy.run_path(module[0], run_name="__main__")
+    else:
+        runpy.run_module(module[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch
 import distributedtorch as dt
 from distributedtorch.distribute import release
 from distributedtorch.inspect import check_index
+from tests import forked
 
 HEAD = """
 import os, sys
@@ -51,6 +52,12 @@ class Bad:
     environ: tuple[tuple[str, str], ...] = ()
     alone: bool = False
     """Needs processes of its own: they end, or differ, or it shows that all of them end."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is tried in ranks of its own that the command has not started."""
+        joined = "init_process_group" not in self.script  # forked ranks have joined before the script begins
+        return bool(self.workers and self.head and self.alone and not self.environ and joined)
 
     @property
     def together(self) -> bool:
@@ -408,11 +415,7 @@ def test_refused_in_one_process(bad: Bad) -> None:
 def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank of a pool was told, by case."""
     folder = tmp_path_factory.mktemp("refused")
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", "-m", "tests.refused_pool"]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    ended = subprocess.run(
-        [*command, str(folder)], cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False
-    )
+    ended = forked.run(2, "tests.refused_pool", str(folder), cwd=folder)
     assert ended.returncode == 0, ended.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -426,9 +429,21 @@ def test_refused_on_every_rank(bad: Bad, refused: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "bad", [bad for bad in CASES if (bad.workers or bad.environ) and not bad.together], ids=lambda bad: bad.name
-)
+@pytest.mark.parametrize("bad", [bad for bad in CASES if bad.apart], ids=lambda bad: bad.name)
+def test_refused_in_ranks_of_its_own(bad: Bad, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + textwrap.dedent(bad.script))
+    ended = forked.run(bad.workers, str(script), cwd=tmp_path, timeout=50)
+    assert ended.returncode != 0
+    for fragment in (*bad.says, "do:"):
+        assert fragment in ended.stderr
+
+
+STARTED = [bad for bad in CASES if (bad.workers or bad.environ) and not bad.together and not bad.apart]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bad", STARTED, ids=lambda bad: bad.name)
 def test_refused_and_ended(bad: Bad, tmp_path: Path) -> None:
     script, marker = tmp_path / "train.py", uuid.uuid4().hex
     script.write_text((HEAD if bad.head else "") + textwrap.dedent(bad.script))
@@ -453,8 +468,7 @@ def test_the_accelerator_of_another_rank() -> None:
 def test_batch_smaller_than_the_world_is_no_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(HEAD.replace("batch_size=4", "batch_size=1") + CALL + LOOP + "print('trained')")
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", "2", str(script)]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    ended = forked.run(2, str(script), cwd=tmp_path, timeout=50)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "trained\n"
     assert "1 global = 1 + 0" in ended.stderr

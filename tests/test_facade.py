@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import distributedtorch as dt
 from distributedtorch import facade
 from distributedtorch.distribute import release
+from distributedtorch.launch.join import let_main_first
+from distributedtorch.launch.place import Place
+from distributedtorch.launch.ranks import AFTER_MAIN
+from distributedtorch.launch.script import downloads
+from distributedtorch.score.batch import forward
+from tests import forked
 from tests.conformance.cases import difference
+from tests.mistakes import faces
+from tests.mistakes.test_mistakes import rows, wrong
 
 ROOT = Path(__file__).parents[1]
 LISTING = ROOT / "examples" / "listing.py"
@@ -68,9 +77,8 @@ def test_the_listing_trains_alike_with_one_and_two_workers(resnet: ModuleType, t
     assert difference(*buffers)[0] < 1e-2
 
 
-@pytest.mark.parametrize(
-    "launch", [pytest.param((), marks=pytest.mark.long), DTORCH], ids=["one process", "dtorch run"]
-)
+@pytest.mark.long  # the default suite has it in tests/mistakes
+@pytest.mark.parametrize("launch", [(), DTORCH], ids=["one process", "dtorch run"])
 def test_the_listing_as_printed_names_the_missing_backward(launch: tuple[object, ...], tmp_path: Path) -> None:
     ended = run(tmp_path, *launch, LISTING, *TINY, "--as-printed")
     assert ended.returncode == 1
@@ -103,20 +111,32 @@ def test_generated_classes_can_be_learned(resnet: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        (2, ("release/sgd", "release/adafactor", "facade/sgd", "facade/adamw", "strategy/sgd", "saving/sgd")),
+        (2, ("release/sgd", "release/adafactor", "facade/sgd", "facade/adamw", "saving/sgd")),
         pytest.param(3, ("release/adamw", "facade/sgd", "facade/adamw"), marks=pytest.mark.long),
     ],
 )
 def test_one_uninterrupted_run(world: int, names: tuple[str, ...], tmp_path: Path) -> None:
-    command = ("-m", "distributedtorch", "run", "--workers", world, "-m", "tests.facade_job", tmp_path, *names)
-    ended = run(tmp_path, *command)
+    looked_at(tmp_path, names, forked.run(world, "tests.facade_job", str(tmp_path), *names, cwd=tmp_path))
+
+
+def looked_at(folder: Path, names: tuple[str, ...], ended: subprocess.CompletedProcess[str]) -> None:
+    """What every rank has said, checked."""
     assert ended.returncode == 0, ended.stderr
+    world = len(list(folder.glob("said.*")))
     for rank in range(world):
-        said = json.loads((tmp_path / f"said.{rank}").read_text())
+        said = json.loads((folder / f"said.{rank}").read_text())
         assert list(said) == list(names)
         for name, result in said.items():
             assert result["gap"] < 1e-9, (name, result["where"])
             CHECKS[name.split("/")[0]](result["found"], rank, world)
+
+
+def test_ranks_on_two_hosts(tmp_path: Path) -> None:
+    names = ("topk/sgd", "turns/none")
+    words = ("0,0,1,1", "tests.facade_job", str(tmp_path), *names)
+    ended = forked.run(4, "tests.hosts", *words, cwd=tmp_path)
+    looked_at(tmp_path, names, ended)
+    assert "wire dense inside 2 hosts, codes across" in ended.stderr
 
 
 def check_release(found: list[dict[str, int]], rank: int, world: int) -> None:
@@ -135,8 +155,14 @@ def check_facade(found: list[dict[str, int]], rank: int, world: int) -> None:
     assert named == {"named": mine, "not named": 7}
 
 
-def check_strategy(found: list[dict[str, int]], rank: int, world: int) -> None:
-    assert found == [{"first": [4, 3][rank], "last": [2, 1][rank]}]
+def check_topk(found: list[dict[str, int]], rank: int, world: int) -> None:
+    """Bit for bit what the plan gives, and something was left out."""
+    assert found == [{"as planned": 1, "as one process": 0}]
+
+
+def check_turns(found: list[dict[str, int]], rank: int, world: int) -> None:
+    """Rank 0, then the first rank of the other host, then the others."""
+    assert found[0]["place"] in ({0: [0], 2: [1]}.get(rank, [2, 3]))
 
 
 def check_saving(found: list[dict[str, int]], rank: int, world: int) -> None:
@@ -146,7 +172,8 @@ def check_saving(found: list[dict[str, int]], rank: int, world: int) -> None:
 CHECKS = {
     "release": check_release,
     "facade": check_facade,
-    "strategy": check_strategy,
+    "topk": check_topk,
+    "turns": check_turns,
     "saving": check_saving,
 }
 
@@ -269,19 +296,181 @@ def test_a_loader_that_cannot_be_met_is_refused(objects: Any, loader: Any) -> No
         dt.DistributedPyTorch().setup(*objects[:2], loader=loader)
 
 
-@pytest.mark.parametrize("kind", ["server", "topk"])
-def test_a_strategy_of_another_kind(kind: str) -> None:
-    assert kind in str(dt.Strategy(kind).plan)
-
-
 def test_a_strategy_needs_its_scope() -> None:
     with pytest.raises(dt.UsageError, match="mirrored or server or topk"):
         dt.Strategy("other")
     strategy = dt.Strategy()
     with pytest.raises(dt.UsageError, match=r"run\(\) before scope\(\)"):
         strategy.run(print)
-    with pytest.raises(dt.UsageError, match="made 1 models and 0 optimizers"), strategy.scope():
+    with strategy.scope():
         nn.Linear(2, 2)
+    with pytest.raises(dt.UsageError, match="for which no optimizer is known"):
+        strategy.run(print)
+
+
+@pytest.mark.parametrize("kind", dt.Strategy.KINDS)
+def test_a_strategy_starts_its_workers_at_its_scope(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        pass
+
+    def restart(workers: int) -> None:
+        raise Started(workers)
+
+    monkeypatch.setattr(sys.modules["distributedtorch.distribute"], "restart", restart)
+    strategy = dt.Strategy(kind, workers=4)
+    with pytest.raises(Started, match="4"), strategy.scope():
+        pytest.fail("the block began in the process that only starts others")
+
+
+@pytest.fixture
+def strategy() -> Iterator[dt.Strategy]:
+    yield dt.Strategy()
+    release()
+
+
+def test_what_run_returns_in_one_process(strategy: dt.Strategy) -> None:
+    model = nn.Linear(4, 2)
+    with strategy.scope():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> Any:
+            loss = model(x).mean()
+            loss.backward()
+            optimizer.step()
+            return {"loss": loss, "half": loss.bfloat16(), "rows": model(x), "count": len(x), "float": loss.item()}
+
+        found = strategy.run(step, (torch.ones(8, 4),))
+    assert float(found["loss"]) == found["loss"].item() == float(found["loss"].numpy()) == found["float"]
+    assert float(found["half"].numpy()) == pytest.approx(found["float"], rel=1e-2)
+    assert found["rows"].shape == (8, 2) and found["count"] == 8
+    assert torch.optim.Optimizer.__init__.__module__ == "torch.optim.optimizer"
+
+
+def test_evaluation_moves_batches_of_the_host_to_the_model() -> None:
+    output, target = forward(nn.Linear(4, 2, device="meta"), (torch.ones(3, 4), torch.ones(3)))
+    assert output.is_meta and target.is_meta
+    with pytest.raises(dt.UsageError, match="the model is on cpu, the data on meta"):
+        forward(nn.Linear(4, 2), (torch.ones(3, 4, device="meta"), torch.ones(3)))
+
+
+# The documents' programs, at 1 and 4 ranks too (at 2 and 3: tests/mistakes).
+
+PROGRAMS = [*faces.PROGRAMS[:1], *faces.PROGRAMS[4:5], *faces.LISTINGS]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", [1, 4])
+def test_programs_at(world: int, tmp_path: Path) -> None:
+    table = {script.name: script for script in PROGRAMS}
+    found = rows(world, tmp_path, "ddp", *table)
+    assert sorted(row["name"] for row in found) == sorted([*table] * world)
+    faults = [(row["name"], fault) for row in found if (fault := wrong(table[row["name"]], row))]
+    assert not faults
+
+
+# Downloads.
+
+DOWNLOADS = """
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from distributedtorch import DistributedPyTorch, accuracy
+
+
+class Images(Dataset):
+    def __init__(self, root, train, download=False):
+        file = Path(root) / ("train" if train else "test")
+        Path(root).mkdir(exist_ok=True)
+        if download and not file.exists():
+            with open("downloads", "a") as log, file.open("w") as out:
+                print(file.name, file=log)
+                for number in range(40):
+                    print(number, file=out, flush=True)
+                    time.sleep(0.005)
+        self.rows = [int(line) for line in file.read_text().split()]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        return torch.tensor([row % 3, row % 5, 1.0]) / 3, row % 3
+
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+train_loader = DataLoader(Images("data", train=True, download=True), batch_size=16, shuffle=True)
+test_loader = DataLoader(Images("data", train=False, download=True), batch_size=16)
+torch.manual_seed(0)
+model = nn.Linear(3, 3).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+criterion = nn.CrossEntropyLoss()
+
+dist = DistributedPyTorch()
+dist.setup(model, optimizer, device)
+for epoch in range(4):
+    dist.launch()
+    for inputs, labels in train_loader:
+        inputs, labels = inputs.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+    dist.barrier()
+    dist.join()
+print(f"Test Accuracy: {100 * accuracy(model, test_loader):.2f}%")
+"""
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_the_printed_program_downloads_once(world: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DOWNLOADS)
+    ended = run(tmp_path, "-m", "distributedtorch", "run", "--workers", world, "--plan", "zero", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "downloads").read_text() == "train\ntest\n"
+    assert "dtorch: train.py:32 downloads: rank 0 runs alone" in ended.stderr
+    assert f"{world} workers (command line) · plan zero3 (command line)" in ended.stderr
+    assert ended.stdout == "Test Accuracy: 72.50%\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import torch\nx = Images('data', download=True)", "train.py:2"),
+        ("def main():\n    return Images(download=True)", "train.py:2"),
+        ("with dt.main_first():\n    x = Images(download=True)", ""),
+        ("with main_first(), lock('data') as held:\n    if True:\n        x = Images(download=True)", ""),
+        ("x = Images(download=False), Images(download=wanted), download(True)", ""),
+        ("this is no Python", ""),
+    ],
+)
+def test_where_a_script_downloads(text: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert downloads(str(tmp_path / "train.py")) == line
+    assert downloads(str(tmp_path / "missing.py")) == ""
+
+
+def test_others_wait_until_rank_0_meets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process group of the script's own too."""
+    made: list[str] = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", made.append)
+    first, second = (
+        Place(rank=k, world=2, local_rank=k, local_world=2, launcher="dtorch", run_folder=tmp_path) for k in (0, 1)
+    )
+    let_main_first(second)  # nothing was asked for
+    monkeypatch.setenv(AFTER_MAIN, "train.py:1")
+    waits = threading.Thread(target=let_main_first, args=(second,), daemon=True)
+    waits.start()
+    while AFTER_MAIN in os.environ:
+        waits.join(0.001)
+    monkeypatch.setenv(AFTER_MAIN, "train.py:1")
+    let_main_first(first)
+    assert waits.is_alive() and AFTER_MAIN not in os.environ
+    torch.distributed.init_process_group("gloo")
+    waits.join(10)
+    assert made == ["gloo"] and not waits.is_alive()
 
 
 # Ranks that end.

@@ -109,8 +109,7 @@ def looked_at(root: Path) -> tuple[list[int], list[str]]:
 
 def leftovers(root: Path) -> list[str]:
     there = place.of(root)
-    unfinished = [name for name in there.committed() if INDEX not in there.files(name)]
-    return unfinished + [name for name in there.entries() if name.startswith(".") and name != ".lock"]
+    return there.unfinished() + [name for name in there.entries() if name.startswith(".") and name != ".lock"]
 
 
 def warm() -> None:

@@ -79,7 +79,7 @@ def part(given: inspect.Given, plan: Plan, world: World) -> None:
 
 def _trained(given: inspect.Given, number: int) -> Trained:
     optimizer = given.optimizers[number]
-    params = attach.trained_by(optimizer)
+    params = attach.trained_by(optimizer, given.models)
     known = {id(param): name for model in given.models for name, param in model.named_parameters()}
     names = [known.get(id(param), "a parameter") for param in params]
     return Trained(params=params, names=names, optimizer=optimizer, models=given.models, name=str(number))

@@ -24,12 +24,13 @@ from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.core.override import in_copies, override, without
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.scale import total_norm
-from distributedtorch.core.step import Member
+from distributedtorch.core.step import Loop, Member
 from distributedtorch.core.sync import Sync, Trained
 from distributedtorch.core.world import World
 from distributedtorch.decide import NO_METRIC, Plateau, agreed
 from distributedtorch.launch import record
 from distributedtorch.recipes import wire_of_tables
+from distributedtorch.sync.alone import Alone
 from distributedtorch.sync.ddp import Ddp
 from distributedtorch.sync.gradient import DividedGrad
 from distributedtorch.sync.rows import Rows, large_tables
@@ -54,16 +55,22 @@ def own_randomness(rank: int, step: int = 0) -> None:
         sys.modules["numpy"].random.seed(seed % (1 << 32))
 
 
-def trained_by(given: Optimizer) -> list[nn.Parameter]:
-    """The parameters that an optimizer trains, in the order in which their gradients come."""
-    return [p for group in given.param_groups for p in group["params"] if p.requires_grad][::-1]
+def trained_by(given: Optimizer, models: list[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that an optimizer trains, in the order in which their gradients come.
+
+    That is the models' order reversed, which all ranks have alike; groups made from sets of names have another one in
+    every process.
+    """
+    mine = {id(p) for group in given.param_groups for p in group["params"] if p.requires_grad}
+    ordered = {id(p): p for model in models for p in model.parameters()}
+    return [p for p in reversed(ordered.values()) if id(p) in mine]
 
 
 def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: World, build: Callable[..., Any]) -> None:
     """Attach a sync to an optimizer's parameters, another one to its tables, and let `step` go through them."""
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     mine = [p for group in given.param_groups for p in group["params"]]
-    trained = trained_by(given)
+    trained = trained_by(given, models)
     sparse = tables(models) if world.size > 1 and plan.lockstep else set()
     number = str(len(world.loop.members))
     rows, rest_ = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]
@@ -71,6 +78,7 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     few = large_tables(models) if way is not None else set()
     some, dense = [p for p in rest_ if id(p) in few], [p for p in rest_ if id(p) not in few]
     syncs: list[Sync] = []
+    outer, world.undo = world.undo, []
     if rows and plan.delay:
         do = "sparse=False, or another plan"
         raise UsageError(explain(f"sparse gradients under {plan}", "a plan that exchanges rows at once", do))
@@ -94,14 +102,61 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
         syncs.append(Rows(some, said, given, world.comm, f"rows/{number}", wire=way))
     members = [world.loop.add(sync, plan.accumulate) for sync in syncs]
     frozen = [(names[id(p)], p) for p in mine if not p.requires_grad]
-    _through(given, members, world, plan, frozen, names={id(p): names[id(p)] for p in mine})
+    guards: list[Callable[[], None]] = [
+        partial(_refuse_strangers, given, {id(p) for p in mine}),
+        partial(_refuse_thawed, frozen),
+        _refuse_replaced(models, trained),
+    ]
+    _through(given, members, world, plan, guards)
     if any(sync.divided for sync in syncs):
         world.undo += _whole_state(given, syncs)
         world.undo.append(lambda: _make_plain(given, syncs))
     world.undo += [sync.settle for sync in syncs]
+    mine, world.undo = world.undo, outer
+
+    def undo() -> None:
+        while mine:
+            mine.pop()()
+
+    world.undo.append(undo)
+    for member in members:
+        member.let_go = undo
 
 
-def _left(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[int, tuple[str, nn.Parameter]]:
+def let_go(members: list[Member], world: World) -> None:
+    """Make plain again what some members keep, gradients included, and forget the members. A group call."""
+    loop = world.loop
+    for member in members:
+        loop.before_step(member)
+    for member in members:
+        member.let_go()
+        if member.let_go in world.undo:
+            world.undo.remove(member.let_go)
+        loop.remove(member)
+        for param in member.sync.params:  # it may look into memory of the sync
+            param.grad = None if param.grad is None else param.grad.clone()
+
+
+def hand_over(members: list[Member], *, touched: bool) -> None:
+    """Let new members go on with the gradients that `let_go` has left; `touched`: as with those of a backward."""
+    for member in members if touched else ():
+        member.touched_since_step = True
+        member.sync.begin(exchange=True, hide=False)
+        member.sync.restore()
+
+
+def trained_with(given: Optimizer, loop: Loop) -> list[Member]:
+    """The members of an optimizer; of one that was not given yet, those that keep its gradients for it."""
+    mine = [member for member in loop.members if member.sync.optimizer is given]
+    params = {id(param) for group in given.param_groups for param in group["params"]} if not mine else set()
+    return mine or [
+        member
+        for member in loop.members
+        if member.sync.optimizer is None and any(id(param) in params for param in member.sync.params)
+    ]
+
+
+def left(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[int, tuple[str, nn.Parameter]]:
     """Trainable parameters that no optimizer has."""
     owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     return {id(p): (n, p) for m in models for n, p in m.named_parameters() if p.requires_grad and id(p) not in owned}
@@ -109,29 +164,54 @@ def _left(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[int, tup
 
 def none_left(models: list[nn.Module], optimizers: list[Optimizer], plan: Plan) -> None:
     """Refuse trainable parameters that no optimizer has, where gradients are averaged at first only."""
-    left = [name for name, _ in _left(models, optimizers).values()]
-    if left and optimizers:
-        some = ", ".join(left[:3]) + (", ..." if left[3:] else "")
+    names = [name for name, _ in left(models, optimizers).values()]
+    if names and optimizers:
+        some = ", ".join(names[:3]) + (", ..." if names[3:] else "")
         given = f"trainable parameters that no optimizer has ({some}) under {plan}"
         needed = "an optimizer for each: clipping would count gradients that differ between ranks"
         do = "p.requires_grad_(False), pass all optimizers in one call, or leave `after` out"
         raise UsageError(explain(given, needed, do))
 
 
-def rest(models: list[nn.Module], optimizers: list[Optimizer], world: World) -> None:
-    """Average the gradients of trainable parameters that no optimizer has too: clipping and logging read them."""
-    loop = world.loop
-    for member in [m for m in loop.members if m.sync.optimizer is None]:
-        loop.remove(member)
-    left = _left(models, optimizers)
-    if left and optimizers:
-        sparse = tables(models)
-        for rows, kind in ((False, "rest"), (True, "tables/rest")):
-            some = [(n, p) for n, p in reversed(left.values()) if (id(p) in sparse) is rows]
-            if some:
-                names, params = (list(column) for column in zip(*some, strict=True))
-                made = Sparse(params, names, None, world.comm, kind, divide=False) if rows else None
-                loop.add(made or Ddp(params, names, None, world.comm, kind), 1)
+def rest(
+    models: list[nn.Module], optimizers: list[Optimizer], plan: Plan, world: World, *, touched: bool = False
+) -> None:
+    """Treat gradients of trainable parameters that no optimizer has as those of others: an optimizer may come later.
+
+    They are averaged under plans that do so; clipping and logging read them. Where no optimizer is there at all this is
+    put off to the first backward: one that is given in time gets memory of its own.
+    """
+    old = [member for member in world.loop.members if member.sync.optimizer is None]
+    touched = touched or any(member.touched_since_step for member in old)
+    let_go(old, world)
+    world.loop.stand()
+    settled = plan.sync == "zero3" or plan.share  # where frozen ones are
+    known = [p for model in models for p in model.parameters() if p.requires_grad or not settled]
+    world.loop.before_backward = [lambda: hand_over(_rest(models, optimizers, plan, world, known), touched=touched)]
+    if optimizers and plan.lockstep and world.size > 1:
+        world.loop.make_ready()
+
+
+def _rest(
+    models: list[nn.Module], optimizers: list[Optimizer], plan: Plan, world: World, known: list[nn.Parameter]
+) -> list[Member]:
+    """Members for what is left of the parameters that were there when this was put off."""
+    sparse, many = tables(models), world.size > 1 and plan.begins_in_lockstep
+    there = set(map(id, known))
+    syncs: list[Sync] = []
+    for rows, kind in ((False, "rest"), (True, "tables/rest")):
+        found = [(n, p) for n, p in reversed(left(models, optimizers).values()) if id(p) in there]
+        some = [(n, p) for n, p in found if (many and id(p) in sparse) is rows]
+        if some:
+            names, params = (list(column) for column in zip(*some, strict=True))
+            if not many:
+                syncs.append(Alone(params, names, None, world.comm))
+                syncs[-1].lockstep = plan.lockstep
+            elif rows:
+                syncs.append(Sparse(params, names, None, world.comm, kind, divide=False))
+            else:
+                syncs.append(Ddp(params, names, None, world.comm, kind))
+    return [world.loop.add(sync, 1 if optimizers else plan.accumulate) for sync in syncs]
 
 
 def frozen(models: list[nn.Module], treat: Callable[[list[nn.Parameter], list[str]], Any]) -> None:
@@ -148,11 +228,9 @@ def _through(
     members: list[Member],
     world: World,
     plan: Plan,
-    frozen: list[tuple[str, nn.Parameter]],
-    *,
-    names: dict[int, str],
+    guards: list[Callable[[], None]],
 ) -> None:
-    """Put the library's step before the optimizer's own, on this object only."""
+    """Put the library's step before the optimizer's own, on this object only; `guards` are asked before each update."""
     loop, clip = world.loop, plan.clip
     update = _hooked_around(given, members)
 
@@ -162,16 +240,14 @@ def _through(
             with torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # type: ignore[attr-defined]
-        for member in members:
-            if not member.touched_since_step and member.sync.assigned():
-                loop.exchange_assigned(member)
-            member.calls += 1
-        if not members[0].closing:
+        if loop.depth:
+            raise UsageError(INSIDE)
+        if not loop.called(members):
             return loss
         for member in members:
             loop.before_step(member)
-        _refuse_strangers(self, names)
-        _refuse_thawed(frozen)
+        for refuse in guards:
+            refuse()
         grads = [p.grad for member in members for p in member.sync.params if p.grad is not None]
         if loop.loss_scale is not None and not loop.loss_scale.finite(total_norm(grads)):
             loop.stepped(members)
@@ -180,7 +256,11 @@ def _through(
             _clip(members, total_norm(grads), clip)
         for act in loop.before_update:
             act()
-        result = update()
+        loop.updating = True
+        try:
+            result = update()
+        finally:
+            loop.updating = False
         loop.stepped(members)
         record.note(loop.steps)
         return result if closure is None else loss
@@ -211,9 +291,9 @@ def _clip(members: list[Member], norm: Tensor, most: float) -> None:
             param.grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _refuse_strangers(given: Optimizer, names: dict[int, str]) -> None:
+def _refuse_strangers(given: Optimizer, known: set[int]) -> None:
     for group in given.param_groups:
-        if any(id(param) not in names for param in group["params"]):
+        if any(id(param) not in known for param in group["params"]):
             raise UsageError(
                 explain(
                     "the optimizer has parameters it did not have at dt.distribute (add_param_group)",
@@ -221,6 +301,13 @@ def _refuse_strangers(given: Optimizer, names: dict[int, str]) -> None:
                     "add the group before dt.distribute, with lr=0 or requires_grad_(False) until it is to train",
                 )
             )
+
+
+INSIDE = explain(
+    "optimizer.step() inside a backward (in a hook on a parameter)",
+    "a step after the backward: gradients are this rank's own until it has ended",
+    "call optimizer.step() after loss.backward()",
+)
 
 
 def _refuse_thawed(frozen: list[tuple[str, nn.Parameter]]) -> None:
@@ -233,6 +320,32 @@ def _refuse_thawed(frozen: list[tuple[str, nn.Parameter]]) -> None:
                     "call dt.distribute with all of them trainable and freeze afterwards (requires_grad_(False))",
                 )
             )
+
+
+def _refuse_replaced(models: list[nn.Module], trained: list[nn.Parameter]) -> Callable[[], None]:
+    """Refuses other parameters in the places of some that are trained; looked at where fewer get gradients."""
+    mine, most = {id(param) for param in trained}, len(trained)
+    places = [(model, {n: id(p) for n, p in model.named_parameters() if id(p) in mine}) for model in models]
+
+    def refuse() -> None:
+        nonlocal most
+        before, most = most, sum(param.grad is not None for param in trained)
+        for model, was in places if most < before else ():
+            for name, param in model.named_parameters():
+                if was.get(name, id(param)) != id(param) and param.requires_grad:
+                    raise UsageError(_replaced(name, param))
+
+    return refuse
+
+
+def _replaced(name: str, param: nn.Parameter) -> str:
+    if type(param.data).__name__ == "DTensor":
+        given = f"parameter {name!r} has become a DTensor since dt.distribute (fully_shard, tensor parallel)"
+        return explain(given, "the parameters that the model had", 'take it out: plan="zero3" divides parameters')
+    now = f"another one ({tuple(param.shape)} on {param.device}) in the place of the one that is trained"
+    given = f"parameter {name!r} is {now} (model.to(...), a new layer)"
+    do = "move or change the model before dt.distribute"
+    return explain(given, "the parameters that the model had at dt.distribute", do)
 
 
 def _whole(given: Optimizer, syncs: list[Sync]) -> Any:
@@ -290,24 +403,16 @@ def made() -> list[LRScheduler]:
 
 
 def scheduler(given: LRScheduler, world: World) -> None:
-    """A scheduler counts optimizer steps: inside a window of `accumulate` batches its `step` does nothing.
-
-    Torch's plateau scheduler judges the mean over ranks of the metrics passed to its `step`.
-    """
-    member = next((m for m in world.loop.members if getattr(m.sync, "optimizer", None) is given.optimizer), None)
-    window = member if member is not None and member.accumulate > 1 else None
+    """Torch's plateau scheduler judges the mean over ranks of the metrics passed to its `step`."""
     local = isinstance(given, ReduceLROnPlateau) and not isinstance(given, Plateau) and world.size > 1
-    if "step" in vars(given) or (window is None and not local):
+    if "step" in vars(given) or not local:
         return
     original, save = given.step, given.state_dict
 
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        if window is not None and window.calls:
+        if any(member.calls for member in trained_with(given.optimizer, world.loop)):
             return
-        if local:
-            kwargs = _same_metric(args, kwargs)
-            args = args[1:]
-        original(*args, **kwargs)
+        original(*args[1:], **_same_metric(args, kwargs))
 
     def state_dict(self: LRScheduler) -> dict[str, Any]:
         return without(self, save())  # type: ignore[no-any-return]

@@ -21,11 +21,12 @@ from torch import Tensor
 from distributedtorch.checkpoint import channel, meeting, place, writing
 from distributedtorch.checkpoint.channel import Channel
 from distributedtorch.checkpoint.every import Every
-from distributedtorch.contents import collect, forgotten
+from distributedtorch.contents import batches_of, collect, forgotten
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.override import hooked
 from distributedtorch.core.step import Loop, Member
 from distributedtorch.core.world import here
+from distributedtorch.data.loader import Loader
 from distributedtorch.launch import record
 from distributedtorch.launch.join import client
 from distributedtorch.run import RUN
@@ -140,10 +141,25 @@ def stand(loop: Loop) -> None:
     """Be asked before and after every step."""
     if carry_out_after_step not in loop.after_step:
         loop.after_step.append(carry_out_after_step)
-        loop.before_update.append(hold_back)
+        loop.before_update.append(before_step)
         loop.after_backward.append(hold_back)
     if loop.comm.world > 1:
         meeting.of(loop, together)  # from now on, the ranks also meet at exit
+    atexit.unregister(leave)
+    atexit.register(leave)
+
+
+def before_step() -> None:
+    """Before an optimizer changes anything."""
+    hold_back()
+    fed = fed_by()
+    if fed is not None:
+        RUN.pace.check(fed.cursor, batches_of(fed)[1])
+
+
+def fed_by() -> Loader | None:
+    """The loader that the last batch to train on came from, where it is known here."""
+    return RUN.loaders[RUN.fed] if RUN.fed < len(RUN.loaders) else None
 
 
 def hold_back() -> None:
@@ -166,6 +182,9 @@ def carry_out_after_step(_: Sequence[Member]) -> None:
             loop.requests.append(every.request)
             meeting.of(loop, together).put_off()
     STATE.stepped = True
+    fed = fed_by()
+    if fed is not None:
+        RUN.pace.stepped(fed.cursor)
     if not STATE.fed and not STATE.armed and (STATE.due or loop.requested):
         STATE.armed = [hooked(m, m.register_forward_pre_hook(lambda *_: come_round())) for m in RUN.models]
 
@@ -198,6 +217,9 @@ def feeds(number: int) -> None:
 def ends() -> None:
     """A loader has come to the end of its epoch, or the loop was left before that: it may not come round any more."""
     STATE.fed = False
+    fed = fed_by()
+    if fed is not None and fed.cursor.ended and not record.failed():
+        RUN.pace.ended(fed.cursor)
     ours = threading.current_thread() is threading.main_thread()  # not the collector's, in a thread of the library
     if ours and STATE.stepped and torch.is_grad_enabled() and not STATE.ending.is_set():
         _save_due(left=True)
@@ -228,12 +250,15 @@ def settle() -> None:
         tell()
 
 
-def _at_exit() -> None:
+def leave() -> None:
+    """At exit: what is due is saved, though the loop neither came round nor ended, and nothing is left under way."""
     STATE.ending.set()
     if record.failed():
         if STATE.last is not None:  # Python ends badly under a thread that is inside the store
             STATE.last._done.wait(_SECONDS_TO_END)
         return
+    if STATE.stepped:
+        _save_due()
     settle()
 
 
@@ -283,8 +308,6 @@ def begin(request: str, writers: list[int], *, left: bool = False) -> Saving:
                 piece.steady = piece.steady and later
     pieces = content.pieces if isinstance(content, writing.Content) else []
     before = [(piece.tensor, piece.tensor._version) for piece in pieces if piece.steady]
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)
 
     def copied() -> writing.Content | str:
         found = saving.copy(content, before, STATE.copies)

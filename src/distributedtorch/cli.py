@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from distributedtorch import menu
-from distributedtorch.core.errors import DistributedTorchError
+from distributedtorch.core.errors import DistributedTorchError, tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = import_module(COMMANDS[arguments.command].module).act(arguments)
         return code
     except DistributedTorchError as error:
-        print(f"dtorch: {error}", file=sys.stderr)
+        tell(f"dtorch: {error}")
         return 2
 
 

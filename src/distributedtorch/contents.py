@@ -41,6 +41,11 @@ def keys_of(models: list[nn.Module]) -> dict[int, str]:
     return keys
 
 
+def names_in(optimizer: Optimizer, keys: Mapping[int, str]) -> list[list[str]]:
+    """By group of an optimizer the names of its parameters, in its own order."""
+    return [[keys[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
 def kept_of(optimizer: Optimizer) -> dict[int, Kept]:
     """By a parameter's id what this rank keeps of its state, where the plan divides that."""
     syncs = [member.sync for member in here().loop.members if member.sync.optimizer is optimizer]
@@ -78,6 +83,7 @@ class _Collector:
             for number, sync in enumerate(syncs):
                 for name, value in sync.own_state().items():
                     self.content.pieces.append(_whole(f"rank.{here().rank}/sync.{number}/{name}", value, "state"))
+            run["syncs"] = [[self.keys[id(param)] for param in sync.params] for sync in syncs]
         self.content.pieces += _share(self.common, *self.share)
 
     def _model(self, number: int, model: nn.Module) -> dict[str, Any]:
@@ -128,21 +134,22 @@ class _Collector:
     def _optimizer(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
         said: dict[str, Any] = {"kind": kind_of(optimizer), "state": {}}
         if own_way(optimizer):
-            return {**said, "whole": self._packed(f"optimizer.{number}", optimizer.state_dict())}
+            order = names_in(optimizer, self.keys)
+            return {**said, "order": order, "whole": self._packed(f"optimizer.{number}", optimizer.state_dict())}
         said["groups"] = []
-        for group in optimizer.param_groups:
+        for group, names in zip(optimizer.param_groups, names_in(optimizer, self.keys), strict=True):
             options = {name: value for name, value in group.items() if name != "params"}
-            names = [self.keys[id(param)] for param in group["params"]]
             place = f"optimizer.{number}/groups/{len(said['groups'])}"
             said["groups"].append({"params": names, "options": self._packed(place, options)})
         other = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         said["other"] = self._packed(f"optimizer.{number}/other", other)
         kept = kept_of(optimizer)
-        for param in [param for group in optimizer.param_groups for param in group["params"]]:
-            values = optimizer.state.get(param)
+        mine = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        for one in [one for one in self.keys if one in mine]:  # in the models' order: the same on all ranks
+            values = optimizer.state.get(mine[one])
             if values:
-                key = self.keys[id(param)]
-                said["state"][key] = self._state(f"optimizer.{number}/{key}", param, values, kept.get(id(param)))
+                key = self.keys[one]
+                said["state"][key] = self._state(f"optimizer.{number}/{key}", mine[one], values, kept.get(one))
         return said
 
     def _state(self, prefix: str, param: Tensor, values: Mapping[str, Any], kept: Kept | None) -> dict[str, Any]:
@@ -181,8 +188,11 @@ class _Collector:
         run["user"] = {
             name: self._packed(f"user.{number}", state[name].state_dict()) for number, name in enumerate(sorted(state))
         }
-        run["loaders"] = [{**loader.place.state_dict(), "batch": batches_of(loader)} for loader in RUN.loaders]
-        run["fed"] = RUN.fed
+        known = loaders()
+        run["loaders"] = [{**loader.place.state_dict(), "batch": batches_of(loader)} for loader in known]
+        run["loaders"] += RUN.unclaimed
+        run["fed"] = known.index(RUN.loaders[RUN.fed]) if RUN.fed < len(known) else RUN.fed
+        run["pace"] = RUN.pace.state_dict()
         scale = world.loop.loss_scale
         run["loss scale"] = None if scale is None else scale.state_dict()
         run["order"] = as_plain(capture(full=True) if RUN.stream is None else RUN.stream.state)
@@ -196,6 +206,11 @@ def batches_of(loader: Loader) -> list[int | None]:
         return [loader.batch_global, len(loader)]
     except TypeError:
         return [loader.batch_global, None]
+
+
+def loaders() -> list[Loader]:
+    """Those that were given, and then those that were met in the loop."""
+    return sorted(RUN.loaders, key=lambda loader: loader.place.met)
 
 
 def schedulers() -> list[LRScheduler]:

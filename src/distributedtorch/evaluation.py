@@ -151,9 +151,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _unmoved(loader: Any, world: World) -> Iterator[tuple[Loader, list[Share]]]:
     """The loader divided for one walk, with the share of each batch; the random states behind its order put back."""
-    user, batch = loader, None
+    user, batch, dims = loader, None, None
     if isinstance(loader, Loader):
-        user, batch = loader._loader, loader._changed.get("batch_size")
+        user, batch, dims = loader._loader, loader._changed.get("batch_size"), loader.batch_dim
         if isinstance(user, Iterator):
             given = f"a distributed loader over an iterator ({type(user).__name__})"
             raise UsageError(explain(given, "data that can be walked again", "evaluate over a DataLoader or a list"))
@@ -164,7 +164,8 @@ def _unmoved(loader: Any, world: World) -> Iterator[tuple[Loader, list[Share]]]:
     before, shares = stream.state_bytes(), list[Share]()
     try:
         take = lambda share, _: shares.append(share)  # noqa: E731
-        yield divide(user, rank=world.rank, world=world.size, stream=stream, on_batch=take, batch=batch), shares
+        ranks: dict[str, Any] = {"rank": world.rank, "world": world.size, "batch_dim": dims}
+        yield divide(user, stream=stream, on_batch=take, batch=batch, **ranks), shares
     finally:
         stream.load_bytes(before)
         for generator, state in stood:

@@ -21,9 +21,8 @@ from distributedtorch.core.errors import LaunchError, PeerError, UsageError, exp
 from distributedtorch.core.override import override
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.world import accelerator, here
-from distributedtorch.data.loader import Loader
 from distributedtorch.distribute import distribute, release
-from distributedtorch.feed import Feed, refuse_own_way
+from distributedtorch.feed import refuse_own_way
 from distributedtorch.launch import record
 from distributedtorch.launch.place import find
 from distributedtorch.run import RUN
@@ -40,7 +39,7 @@ class _Setup:
     device: torch.device | str | None
     loader: DataLoader[Any] | None
     scheduler: LRScheduler | None
-    plan: Plan
+    plan: Plan | None
     workers: int | None
     undo: Callable[[], None] = lambda: None
     """What ends the waiting for a launch."""
@@ -53,7 +52,8 @@ class _Face:
     """What was set up in this process."""
 
     def __init__(self) -> None:
-        self.feed = Feed()
+        self.open = False
+        """Whether an epoch is under way."""
         self.launched = False
         self.waiting: list[_Setup] = []
         """Set up before there is a world."""
@@ -78,15 +78,16 @@ class DistributedPyTorch:
     ```
 
     Args:
-        strategy: The plan: "ddp", "zero1", "zero2", "zero3" (or "zero"), or more words.
+        strategy: The plan: "ddp", "zero1", "zero2", "zero3" (or "zero"), or more words; ddp where neither this nor the
+            command line nor the environment says one.
         workers: How many processes to start where none were started; `launch` can be told too.
 
     Raises:
         PlanError: The strategy cannot be read.
     """
 
-    def __init__(self, strategy: str | Plan = "ddp", workers: int | None = None) -> None:
-        self.plan = Plan.of(strategy)
+    def __init__(self, strategy: str | Plan | None = None, workers: int | None = None) -> None:
+        self.plan = None if strategy is None else Plan.of(strategy)
         self.workers = workers
         self.epoch = 0
         """How many epochs were launched."""
@@ -157,13 +158,14 @@ class DistributedPyTorch:
         for setup in _FACE.waiting:
             setup.workers = workers or setup.workers or self.workers
         _attach_waiting()
-        _FACE.launched = _FACE.feed.open = True
+        _FACE.launched = True
+        _open(True)
         self._handled = sys.exception()
         self.epoch += 1
 
     def barrier(self) -> None:
         """End an epoch: return when every rank has come here."""
-        _FACE.feed.open = False
+        _open(False)
         barrier()
 
     def join(self) -> None:
@@ -173,7 +175,7 @@ class DistributedPyTorch:
             PeerError: Another rank ended before; it says with which exception, where that is known.
             BaseException: The one that is on its way through this rank, if there is one: nobody is waited for then.
         """
-        _FACE.feed.open = False
+        _open(False)
         error = sys.exception()
         if error is not None and error is not self._handled:
             raise error
@@ -181,6 +183,13 @@ class DistributedPyTorch:
             barrier()
         except PeerError as lost:
             raise PeerError(_first_exception() or str(lost)) from lost
+
+
+def _open(whether: bool) -> None:
+    """An epoch begins or ends: loaders that are iterated in it are divided."""
+    _FACE.open = whether
+    if RUN.feed is not None:
+        RUN.feed.open = whether
 
 
 def _attach_waiting() -> None:
@@ -203,15 +212,13 @@ def _attach_waiting() -> None:
 def _attach(setup: _Setup) -> None:
     _place(setup)
     extra = [thing for thing in (setup.scheduler, setup.loader) if thing is not None]
-    *_, last = distribute(setup.model, setup.optimizer, *extra, plan=setup.plan, workers=setup.workers)
-    feed = _FACE.feed
+    distribute(setup.model, setup.optimizer, *extra, plan=setup.plan, workers=setup.workers)
     if not _FACE.attached:
-        RUN.restore += [_FACE.attached.clear, feed.meet()]
+        RUN.restore.append(_FACE.attached.clear)
     _FACE.attached.append(setup)
-    feed.models.append(setup.model)
-    if setup.loader is not None:
-        feed.named.append(setup.loader)
-        feed.divided |= {id(setup.loader): last} if isinstance(last, Loader) else {}
+    _open(_FACE.open)
+    if setup.loader is not None and RUN.feed is not None:
+        RUN.feed.named.append(setup.loader)
     here().undo.append(_insist_on_gradients(setup.optimizer))
 
 
@@ -236,7 +243,6 @@ def _insist_on_gradients(optimizer: Optimizer) -> Callable[[], None]:
         came = any(member.touched_since_step for member in here().loop.members if member.sync.optimizer is self)
         if not came and all(param.grad is None for group in self.param_groups for param in group["params"]):
             raise UsageError(_NO_BACKWARD)
-        _FACE.feed.note_none()
         return original()
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -1,95 +1,241 @@
-"""The loader that feeds a loop, met where it is iterated: it was never given, and hands out this rank's rows.
+"""What feeds the loop: loaders that were given, and those that are met where they are iterated.
 
-A DataLoader feeds the loop when it is iterated inside it (from `open` to `close`), in the main process, with gradients
-on and some model in training mode. A test loader is iterated without gradients or in evaluation mode, and stays whole.
+A loader that was given hands out this rank's rows; without gradients, or with all models in eval mode, whole batches.
+A plain DataLoader that was not given, or the object that a given one was, is on trial for its first batch: that stays
+whole on every rank, which is exact, and if a backward is about it and nothing else, the rest of the epoch is divided.
+A loader that is walked for something else (statistics, a sloppy evaluation) stays whole. Under `DistributedPyTorch`
+the loop says when it is open, and a loader that is iterated in it is divided at once.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, get_worker_info
 
+from distributedtorch import inspect, report
+from distributedtorch.contents import batches_of
+from distributedtorch.core.batches import Offer, Rows
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.step import Member
 from distributedtorch.core.world import here
-from distributedtorch.data.loader import Loader
-from distributedtorch.data.stream import DividedLoader
-from distributedtorch.distribute import divide_met
+from distributedtorch.data import survey
+from distributedtorch.data.cursor import Cursor, Share
+from distributedtorch.data.loader import STALE, Epoch, Loader, Making, Pass, iterates_its_own_way
+from distributedtorch.data.stream import DividedLoader, serve
+from distributedtorch.run import RUN
+
+_STEPS_TO_TELL = 2
+Divide = Callable[[Any], Loader]
 
 
 class Feed:
     """What feeds the loop of this process."""
 
-    def __init__(self) -> None:
-        self.open = False
-        """Whether the loop is under way."""
-        self.models: list[nn.Module] = []
+    def __init__(self, divide: Divide) -> None:
+        self._divide = divide
+        self.making = Making()
+        self.own = False
+        """Whether each rank draws batches of its own: nothing is divided."""
+        self.open: bool | None = None
+        """Whether the loop is under way, where it says so."""
         self.named: list[DataLoader[Any]] = []
-        """The loaders that were named; where there are any, only these feed the loop."""
-        self.divided: dict[int, Loader] = {}
-        """By the id of the user's loader."""
-        self._making = False
-        """Whether a divided loader is making a batch: what it iterates for that is its own."""
-        self._noted = False
+        """The loaders that were named to `DistributedPyTorch`; where there are any, only these feed its loop."""
+        self._workers_stay: dict[int, Loader] = {}
+        """Of loaders that were not given, by the id of the user's."""
+        self._compared: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+        """Those that all ranks have found to be the same everywhere."""
+        self._said: set[str] = set()
+        self._steps = 0
+        self._sees = False
 
-    def meet(self) -> Callable[[], None]:
-        """Divide what feeds the loop from now on. Result: undo."""
+    def meet(self) -> list[Callable[[], None]]:
+        """See every DataLoader that is iterated from now on. Result: undo, the first time."""
+        if self._sees:
+            return []
+        self._sees = True
         original = DataLoader.__iter__
 
         def iterate(loader: DataLoader[Any]) -> Any:
-            return self._epoch(loader) if self._feeds(loader) else original(loader)
-
-        def undo() -> None:
-            DataLoader.__iter__ = original  # type: ignore[method-assign]
-            self.models, self.named, self.divided = [], [], {}
+            if isinstance(loader, DividedLoader):
+                return original(loader)
+            walk = self._met(loader)
+            return serve(loader, original, None if self.own else RUN.stream) if walk is None else walk
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign]
-        return undo
+        return [lambda: setattr(DataLoader, "__iter__", original)]
 
-    def note_none(self) -> None:
-        """At a step: say once where no loader was met, so that the ranks repeat each other's work."""
-        if here().size > 1 and not self.divided and not self._noted:
-            self._noted = True
-            if here().rank == 0:
-                print(f"distributedtorch: {_NONE_MET}", file=sys.stderr, flush=True)
+    def choose(self, loader: Loader) -> Iterator[Any]:
+        """What a walk over a loader that was given is: this rank's rows, or whole batches."""
+        if self.making.depth:
+            return loader.epoch()
+        if not torch.is_grad_enabled():
+            self._say("whole", f"batch {loader.batch_global or '?'} {_WHOLE}")
+            return loader.whole(lambda share, batch: self._evaluated(loader, share, batch))
+        return loader.epoch() if _training() else Trial(self, loader, loader)
 
-    def _feeds(self, loader: DataLoader[Any]) -> bool:
-        if not self.open or self._making or isinstance(loader, DividedLoader) or not here().loop.members:
-            return False
-        if not torch.is_grad_enabled() or get_worker_info() is not None:
-            return False
-        named = not self.named or any(loader is known for known in self.named)
-        return named and any(model.training for model in self.models)
+    def stepped(self, _: Sequence[Member]) -> None:
+        """An optimizer has stepped: say once where the ranks repeat each other's work."""
+        self._steps += 1
+        loop = here().loop
+        if self._steps != _STEPS_TO_TELL or loop.batches.present is not None or not loop.in_lockstep:
+            return
+        if not self.own:
+            self._say("repeated", _REPEATED.format(world=here().size))
+        elif loop.alike:
+            self._say("alike", f"batches='own', and every rank draws the same: {here().size} times the work of one")
 
-    def _epoch(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def feeds(self, loader: Loader, source: Loader) -> None:
+        """A loader that was not given, or is walked as it was before, feeds the loop. A group call the first time."""
+        if all(loader is not one for one in RUN.loaders):
+            claim = _claim(loader)
+            RUN.unclaimed = [position for position in RUN.unclaimed if position is not claim]
+            loader.place.met = True
+            RUN.loaders.append(loader)
+        if source.user in self._compared:
+            return
+        self._compared.add(source.user)
+        assert RUN.plan is not None
+        if here().size > 1:
+            inspect.same_everywhere(inspect.Given(), [source], RUN.plan, here().comm)
+            self._say(f"met {source.note}", report.met(source, trial=self.open is None))
+
+    def _say(self, key: str, text: str) -> None:
+        if key not in self._said and here().size > 1:
+            self._said.add(key)
+            report.say(here(), text)
+
+    def _evaluated(self, loader: Loader, share: Share, batch: Any) -> None:
+        loop = here().loop
+        if loop.members:
+            loop.batches.arrived(rows_of(share, loader, loader.cursor), batch)
+
+    def _met(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
+        """A walk over a user's DataLoader that may feed the loop; None: it does not."""
+        if self.making.depth or self.own or get_worker_info() is not None or not here().loop.members:
+            return None
+        if not torch.is_grad_enabled() or threading.current_thread() is not threading.main_thread():
+            return None
+        if self.open is None:
+            return self._tried(loader) if _divisible(loader) else None
+        if not self.open or not _training() or not self._named(loader):
+            return None
         refuse_own_way(loader)
-        if id(loader) not in self.divided:
-            self.divided[id(loader)] = divide_met(loader)
-        with self._make():
-            epoch = iter(self.divided[id(loader)])
-        return self._batches(epoch)
+        found, source = self._found(loader)
+        self.feeds(found, source)
+        return found.epoch(source)
 
-    def _batches(self, epoch: Iterator[Any]) -> Iterator[Any]:
-        end = object()
-        while True:
-            with self._make():
-                batch = next(epoch, end)
-            if batch is end:
-                return
-            yield batch
+    def _named(self, loader: DataLoader[Any]) -> bool:
+        return not self.named or any(loader is known for known in self.named)
 
-    @contextmanager
-    def _make(self) -> Iterator[None]:
-        self._making = True
-        try:
-            yield
-        finally:
-            self._making = False
+    def _tried(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        found, source = self._found(loader)
+        if not found.place.pending:
+            return Trial(self, found, source)
+        self.feeds(found, source)
+        return found.epoch(source)
+
+    def _found(self, user: DataLoader[Any]) -> tuple[Loader, Loader]:
+        """The loader that keeps the position of the user's, and the one that makes its batches.
+
+        They differ where a loader is made anew for every epoch: it goes on where the one before has ended.
+        """
+        for known in RUN.loaders:
+            if known.user is user:
+                return known, known
+        source = self._workers_stay.get(id(user)) or self._divide(user)
+        if user.persistent_workers:
+            self._workers_stay[id(user)] = source
+        for known in RUN.loaders if RUN.balance is None else ():
+            same = getattr(known, "dataset", None) is user.dataset and batches_of(known) == batches_of(source)
+            if same and not known.place.live:
+                return known, source
+        position = _claim(source)
+        if position is not None and source.cursor.epoch < 0:
+            source.place.load_state_dict(position)
+        return source, source
+
+
+class Trial:
+    """A walk whose batches are whole on every rank until it is seen to feed the loop, and divided from then on."""
+
+    def __init__(self, feed: Feed, loader: Loader, source: Loader) -> None:
+        self._feed, self._loader, self._source = feed, loader, source
+        self._stood = loader.cursor.state_dict()
+        self._position = loader.place.fork(source.user)
+        self._evaluates = not _training()
+        """Whether no model is in training mode: then only a step tells that it is trained all the same."""
+        self._began = here().loop.steps
+        self._offer: Offer | None = None
+        self._epoch: Epoch | None = None
+        self._else = False
+        """Whether it was walked for something else."""
+        with loader.making:
+            pieces, _ = self._position.begin(source.begin_whole)
+        self._whole = Pass(source, pieces, self._position.cursor, self._handed)
+
+    def __iter__(self) -> Trial:
+        return self
+
+    def __next__(self) -> Any:
+        if self._epoch is None and self._feeds():
+            self._divide()
+        if self._epoch is not None:
+            return next(self._epoch)
+        return next(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __del__(self) -> None:
+        if self._offer is not None:
+            here().loop.batches.withdraw(self._offer)
+
+    def _handed(self, share: Share, batch: Any) -> None:
+        """A whole batch goes out. Beside another loader's it is not sure what a backward is about."""
+        loop = here().loop
+        self._else = self._else or any(known.place.live for known in RUN.loaders)
+        if loop.members and not self._else:
+            self._offer = loop.batches.offered(rows_of(share, self._loader, self._position.cursor))
+
+    def _feeds(self) -> bool:
+        """Whether what went out so far was trained on."""
+        if not self._position.cursor.batch:
+            return False
+        loop, offer, self._offer = here().loop, self._offer, None
+        if offer is not None:
+            loop.batches.withdraw(offer)
+        self._else = self._else or (bool(loop.members) and (offer is None or not offer.taken))
+        return not self._else and (not self._evaluates or loop.steps > self._began)
+
+    def _divide(self) -> None:
+        if self._loader.cursor.state_dict() != self._stood or self._loader.place.pending:
+            raise UsageError(STALE)
+        self._loader.place.take_over(self._position)
+        self._feed.feeds(self._loader, self._source)
+        self._whole.pieces.divide()
+        self._epoch = self._loader.walked(self._whole.pieces, self._loader.cursor.epoch)
+
+
+def rows_of(share: Share, loader: Loader, cursor: Cursor) -> Rows:
+    """What a batch that is handed out says to the step."""
+    try:
+        last = cursor.batch >= len(loader)
+    except TypeError:
+        last = False
+    return Rows(
+        mine=share.rows,
+        everywhere=share.rows_global,
+        batch=share.batch,
+        last=last,
+        source=id(loader),
+        copies=share.copies,
+        proof=share.proof,
+    )
 
 
 def refuse_own_way(loader: Any) -> None:
@@ -105,7 +251,34 @@ def refuse_own_way(loader: Any) -> None:
     )
 
 
-_NONE_MET = (
-    "no DataLoader was iterated in training mode between launch() and barrier(), so every rank trains on whole "
-    "batches: iterate the loader there, or use dt.distribute(model, optimizer, loader)"
+def _training() -> bool:
+    """Whether some model is in training mode."""
+    return not RUN.models or any(model.training for model in RUN.models)
+
+
+def _divisible(loader: DataLoader[Any]) -> bool:
+    """Whether a loader that was not given can be divided like one that was, from any batch on."""
+    assert RUN.plan is not None
+    if RUN.plan.batch is not None or RUN.plan.balance is not None or iterates_its_own_way(loader):
+        return False
+    try:
+        survey.refuse(loader, here().size)
+    except UsageError:
+        return False
+    return True
+
+
+def _claim(loader: Loader) -> dict[str, Any] | None:
+    """The position that was loaded for a loader like this one: of the one that fed the loop, if it may be that."""
+    fed = RUN.fed - len(RUN.loaders)
+    order = sorted(range(len(RUN.unclaimed)), key=lambda number: number != fed)
+    fit = (RUN.unclaimed[k] for k in order if RUN.unclaimed[k].get("batch", batches_of(loader)) == batches_of(loader))
+    return next(fit, None)
+
+
+_WHOLE = "whole on every rank without gradients or in eval mode (dt.evaluate and dt.accuracy divide it)"
+_REPEATED = (
+    "no loader is divided, so every rank computes whole batches, {world} times the work of one process: give the "
+    "loader to dt.distribute and iterate what comes back; batches made by hand are given as "
+    "`def batches(): while True: yield get_batch()`"
 )

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import LaunchError, UsageError, explain
@@ -22,7 +24,7 @@ from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.loader import Loader
 from distributedtorch.sync import optimizers
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "_FabricModule")
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine", "_FabricModule")
 
 
 @dataclass
@@ -57,12 +59,30 @@ def sort(objects: Sequence[Any], known: Sequence[Any]) -> Given:
         elif isinstance(thing, LRScheduler):
             given.schedulers.append(thing)
         elif hasattr(thing, "__iter__") and not isinstance(thing, (str, bytes, dict, torch.Tensor)):
+            _refuse_no_loader(thing, position)
             given.loaders.append(thing)
         else:
             needed = "models, optimizers, loaders and schedulers"
             do = "pass only those; schedulers must be torch.optim.lr_scheduler.LRScheduler"
             raise UsageError(explain(f"argument {position + 1} is a {type(thing).__name__}", needed, do))
     return given
+
+
+_NOT_BATCHES = (nn.Module, Optimizer, LRScheduler, nn.Parameter, DataLoader, Loader)
+
+
+def _refuse_no_loader(thing: Any, position: int) -> None:
+    """Refuse what can be walked over but yields no batches: a list of optimizers, `model.parameters()`."""
+    listed = thing if type(thing) in (list, tuple) else ()
+    inside = next((one for one in listed if isinstance(one, _NOT_BATCHES)), None)
+    if inside is not None:
+        said = f"argument {position + 1} is a {type(thing).__name__} with a {type(inside).__name__} in it"
+        do = "pass its elements one by one: dt.distribute(model, *optimizers, *loaders)"
+        raise UsageError(explain(said, "models, optimizers, loaders and schedulers", do))
+    if getattr(thing, "__qualname__", "").startswith("Module."):
+        said = f"argument {position + 1} is a generator ({thing.__qualname__})"
+        do = "pass the model, and the optimizer made of its parameters"
+        raise UsageError(explain(said, "models, optimizers, loaders and schedulers", do))
 
 
 def check(given: Given, models: Sequence[nn.Module], earlier: Sequence[Optimizer], world: int, *, plain: bool) -> None:
@@ -83,9 +103,13 @@ def check(given: Given, models: Sequence[nn.Module], earlier: Sequence[Optimizer
 
 def _check_model(model: nn.Module, world: int) -> None:
     kind = type(model).__name__
-    if kind in _WRAPPERS or hasattr(model, "_fsdp_state") or "FSDP" in kind:
+    if kind in WRAPPERS or hasattr(model, "_fsdp_state") or "FSDP" in kind:
         do = "pass the plain model: dt.distribute does what the wrapper does"
         raise UsageError(explain(f"the model is wrapped in {kind}", "a plain nn.Module", do))
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        do = "run one batch through the model before dt.distribute and before the optimizer is made"
+        raise UsageError(explain(f"parameter {lazy!r} has no size yet (nn.LazyLinear or its like)", "known sizes", do))
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) > 1:
         do = "model.to(one device) before dt.distribute"
@@ -152,9 +176,11 @@ def _check_optimizer(optimizer: Optimizer, known: dict[int, str], taken: dict[in
         taken[id(param)] = kind
 
 
-def same_everywhere(given: Given, loaders: Sequence[Loader], plan: Plan, comm: Comm) -> None:
-    """Compare what all ranks were given; show the difference where there is one."""
-    mine = fingerprint(given, loaders, plan)
+def same_everywhere(
+    given: Given, loaders: Sequence[Loader], plan: Plan, comm: Comm, models: Sequence[nn.Module] = ()
+) -> None:
+    """Compare what all ranks were given; show the difference where there is one. `models`: all so far."""
+    mine = fingerprint(given, loaders, plan, models or given.models)
     cards = [json.loads(card) for card in comm.bytes_of_all("fingerprint", json.dumps(mine).encode())]
     for rank, card in enumerate(cards):
         if card != cards[0]:
@@ -169,10 +195,20 @@ def same_everywhere(given: Given, loaders: Sequence[Loader], plan: Plan, comm: C
             if all(key.endswith(" samples") for key in keys):
                 do = "draw splits and made-up data from a seed, say torch.manual_seed(0) at the top of the script"
             raise LaunchError(explain(given_text, "the same model, optimizer, data and plan on all ranks", do))
+        if list(card) != list(cards[0]):
+            raise LaunchError(_another_order(rank, list(cards[0]), list(card)))
 
 
-def fingerprint(given: Given, loaders: Sequence[Loader], plan: Plan) -> dict[str, Any]:
-    """What must be equal on all ranks, as plain data."""
+def _another_order(rank: int, first: list[str], other: list[str]) -> str:
+    there, here_ = next((a, b) for a, b in zip(first, other, strict=True) if a != b)
+    given = f"rank 0 has {there!r} where rank {rank} has {here_!r}: modules are registered in another order there"
+    do = "build modules in the order of a list or of sorted(...), not of a set"
+    return explain(given, "one order of modules on all ranks", do)
+
+
+def fingerprint(given: Given, loaders: Sequence[Loader], plan: Plan, models: Sequence[nn.Module]) -> dict[str, Any]:
+    """What must be equal on all ranks, as plain data: of an optimizer's groups who is in which, in whatever order."""
+    names = {id(p): f"model {m} {name}" for m, model in enumerate(models) for name, p in model.named_parameters()}
     card: dict[str, Any] = {"plan": str(plan), "torch": torch.__version__, "script": _script()}
     for m, model in enumerate(given.models):
         tensors: Iterable[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
@@ -181,8 +217,10 @@ def fingerprint(given: Given, loaders: Sequence[Loader], plan: Plan) -> dict[str
             card[f"model {m} {name}"] = f"{tuple(tensor.shape)} {tensor.dtype}{trained}"
     for o, optimizer in enumerate(given.optimizers):
         for g, group in enumerate(optimizer.param_groups):
-            rest = {key: str(value) for key, value in group.items() if key != "params"}
+            rest = {key: str(value) for key, value in group.items() if key not in ("params", "param_names")}
             card[f"optimizer {o} {type(optimizer).__name__} group {g}"] = f"{len(group['params'])} parameters {rest}"
+            mine = sorted(names.get(id(param), "a stranger") for param in group["params"])
+            card |= {f"optimizer {o} {name}": f"group {g}" for name in mine}
     for number, loader in enumerate(loaders):
         for key, value in loader.fingerprint().items():
             card[f"loader {number} {key}"] = value

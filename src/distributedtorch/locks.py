@@ -25,7 +25,8 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.utils.data import get_worker_info
 
 from distributedtorch.core import where
-from distributedtorch.core.errors import LockError, PeerError, UsageError, explain
+from distributedtorch.core.errors import LockError, PeerError, UsageError, explain, shown
+from distributedtorch.core.plain import heard
 from distributedtorch.core.world import here
 from distributedtorch.elastic import watch
 from distributedtorch.launch import record
@@ -36,7 +37,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
 _SECONDS_BETWEEN_SIGNS = 2.0
 _SECONDS_OF_SILENCE = 10.0
 _SECONDS_TO_SAY = 10.0
-_EMPTY = "[]"
+_EMPTY, _LONGEST = "[]", 1 << 22
 
 _serial = itertools.count()
 _mine: set[tuple[int, int, str]] = set()
@@ -227,8 +228,8 @@ def _story(turns: Sequence[Turn], ahead: Sequence[Turn]) -> str:
     holding = [turn for turn in ahead if not before(turns, turn)]
     said = [f"rank {turn.rank} holds it since {turn.since or 'now'} ({turn.where})" for turn in holding]
     waiting = [f"rank {turn.rank} ({turn.where})" for turn in ahead if turn not in holding]
-    return "; ".join(said + ([f"waiting before it: {', '.join(waiting)}"] if waiting else []))
+    return shown("; ".join(said + ([f"waiting before it: {', '.join(waiting)}"] if waiting else [])))
 
 
 def _decode(text: str) -> list[Turn]:
-    return [Turn(*fields) for fields in json.loads(text)]
+    return [Turn(*fields) for fields in heard(text.encode(), _LONGEST)]

@@ -7,6 +7,8 @@ its own; in another one all take of rank 0's what is the same on all ranks.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -24,8 +26,10 @@ _BY_BUCKETS = ("wire/", "sent/", "summed/", "left/", "second/")
 """With what names begin of what wires keep."""
 
 
-def take_over(reader: Reader) -> None:
+def take_over(reader: Reader, keys: Mapping[int, str]) -> None:
     """Let every sync go on with what was saved for it. A group call where something is divided.
+
+    `keys`: by the id of a parameter its name in checkpoints.
 
     Raises:
         CheckpointError: What was saved for this rank does not fit; nothing was taken over.
@@ -39,6 +43,8 @@ def take_over(reader: Reader) -> None:
         return
     own = here().size == content["world"]
     parts = [_Part(reader, number, member.sync, own=own) for number, member in enumerate(here().loop.members)]
+    for number, part in enumerate(parts):
+        part.check_order(number, content["run"], keys)
     for part in parts:
         part.check()
     for part in parts:
@@ -70,6 +76,21 @@ class _Part:
                 + _CHANGED
             )
             raise CheckpointError(explain(given + "\n".join(lines), "the same names, shapes and types", do))
+
+    def check_order(self, number: int, run: Mapping[str, Any], keys: Mapping[int, str]) -> None:
+        """Refuse what was saved by the numbers of parameters in another order than theirs here."""
+        if not self.names:
+            return
+        mine = [keys[id(param)] for param in self.sync.params]
+        if "syncs" in run:
+            saved = run["syncs"][number]
+        else:  # of a version that had the order of the optimizer's groups, reversed
+            groups = [group["params"] for one in run["optimizers"] for group in one.get("groups", [])]
+            saved = [name for names in groups for name in names if name in mine][::-1] or mine
+        if saved != mine:
+            given = "what the checkpoint holds for each rank alone counts parameters in another order than here"
+            do = "build the model as when saved, or load under another plan: it takes the mean of replicas" + _CHANGED
+            raise CheckpointError(explain(given, "one order", do))
 
     def _check_buckets(self) -> None:
         """What wires have left out is by buckets: in others it would be added elsewhere, or lost."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from distributedtorch.core.comm import Comm
+from distributedtorch.core.errors import tell
 from distributedtorch.core.plan import Plan
 from distributedtorch.core.world import World, accelerator
 from distributedtorch.data.loader import Loader
@@ -29,22 +30,26 @@ def line(
     *,
     batchnorms: int,
     workers: int | None,
+    own: bool = False,
 ) -> None:
     """Print the line on rank 0's standard error."""
     if world.rank == 0:
         said = parts(plan, origin, world, loaders, batchnorms=batchnorms, workers=workers)
+        if own and world.size > 1:
+            said.insert(2, f"each rank draws batches of its own: {world.size} times the batch")
         say(world, " · ".join(said))
 
 
-def met(loader: Loader, world: World) -> None:
-    """Print what was made of a loader that was met in the loop."""
-    say(world, f"batch {loader.note} (the loader that feeds the loop)")
+def met(loader: Loader, *, trial: bool) -> str:
+    """What was made of a loader that was met in the loop."""
+    rest = ", from its second batch on: iterate what dt.distribute returns" if trial else ""
+    return f"batch {loader.note} (the loader that feeds the loop{rest})"
 
 
 def say(world: World, text: str) -> None:
     """Print a line on rank 0's standard error."""
     if world.rank == 0:
-        print(f"distributedtorch: {text}", file=sys.stderr, flush=True)
+        tell(f"distributedtorch: {text}")
 
 
 def parts(
@@ -64,8 +69,16 @@ def parts(
         said.append(f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each{divided}")
         said += [heap.spoken()] if heap.spoken() else []
         folder = log_folder(find())
-        said += [f"other ranks' output in {os.path.relpath(folder)}"] if folder else []
+        said += [f"other ranks' output in {_from_here(folder)}"] if folder else []
     return said
+
+
+def _from_here(folder: Path) -> str:
+    """A folder as seen from the working folder, where it lies under that."""
+    try:
+        return str(folder.relative_to(Path.cwd()))
+    except (OSError, ValueError):
+        return str(folder)
 
 
 def _workers(world: World, plan: Plan, workers: int | None) -> str:

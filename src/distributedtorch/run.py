@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +14,10 @@ from distributedtorch.core.plan import Plan
 from distributedtorch.data.balance import Balance
 from distributedtorch.data.loader import Loader
 from distributedtorch.data.stream import Stream
+from distributedtorch.pace import Pace
+
+if TYPE_CHECKING:
+    from distributedtorch.feed import Feed
 
 
 @dataclass
@@ -27,8 +31,12 @@ class Run:
     loaders: list[Loader] = field(default_factory=list)
     unclaimed: list[dict[str, Any]] = field(default_factory=list)
     """Positions that were loaded for loaders not met yet."""
+    feed: Feed | None = None
+    """What feeds the loop."""
     fed: int = 0
     """Which loader the last batch to train on came from."""
+    pace: Pace = field(default_factory=Pace)
+    """How many batches of that one a step takes."""
     stream: Stream | None = None
     seed: int | None = None
     """Torch's when `stream` was made; None where the script has set one since."""

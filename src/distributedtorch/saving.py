@@ -23,10 +23,12 @@ from distributedtorch import behind
 from distributedtorch.checkpoint import index, meeting, place
 from distributedtorch.checkpoint.every import Every
 from distributedtorch.checkpoint.index import NewerError, Reader
-from distributedtorch.checkpoint.place import FOLDER, Place
+from distributedtorch.checkpoint.place import Place
 from distributedtorch.contents import check_state
 from distributedtorch.core.errors import CheckpointError, DistributedTorchError, explain
 from distributedtorch.core.world import here
+from distributedtorch.data.cursor import Cursor
+from distributedtorch.distribute import take_waiting
 from distributedtorch.launch import record
 from distributedtorch.launch.start import join_world
 from distributedtorch.run import RUN
@@ -44,6 +46,19 @@ class Resumed(NamedTuple):
     """The epoch to begin with: `for epoch in range(resumed.epoch, epochs)`."""
     path: str | None
     """The checkpoint; None where there was none."""
+
+    @property
+    def batch(self) -> int:
+        """How many batches of the epoch that comes next are done: `for i, batch in enumerate(loader, resumed.batch)`.
+
+        0 where it begins at its beginning, and so in every epoch after the one that was resumed.
+        """
+        RUN.pace.told = True
+        fed, waiting = behind.fed_by(), RUN.fed - len(RUN.loaders)
+        if fed is not None:
+            return fed.place.pending
+        one = RUN.unclaimed[waiting] if waiting < len(RUN.unclaimed) else {}
+        return int(one["cursor"]["batch"]) if "began" in one else 0
 
 
 def save(
@@ -109,6 +124,8 @@ def load(
         CheckpointError: Damaged, missing, or of another model; raised on all ranks, and nothing is changed.
     """
     join_world()
+    if model is None:
+        take_waiting()
     found = _find(path, model, check_state(state))
     if found is None:
         given = f"{os.fspath(path)} holds no checkpoint"
@@ -142,6 +159,7 @@ def resume(
     """
     world = join_world()
     _refuse_nothing()
+    take_waiting()
     every = None if save_every is None else _period(save_every)
     if every is not None and every[0] is None and any(not member.sync.meets for member in world.loop.members):
         given, do = f"save_every={save_every!r} under {RUN.plan}", "give a number of steps: save_every=500"
@@ -167,17 +185,23 @@ def resume(
 def _went_on(resumed: Resumed, said: str) -> str:
     if resumed.path is None:
         return f"nothing to resume in {said}: starts from the beginning"
-    cursor = RUN.loaders[RUN.fed].cursor if RUN.loaders else None
+    cursor = _cursor()
     inside = "" if cursor is None or cursor.ended else f", after batch {cursor.batch} of its epoch"
     epoch = f", epoch {resumed.epoch}{inside}" if cursor is not None else ""
     return f"resumed from {resumed.path}: step {resumed.step}{epoch}"
 
 
+def _cursor() -> Cursor | None:
+    """Where the loader that feeds the loop stands, also where it is not met again yet."""
+    fed, waiting = behind.fed_by(), RUN.fed - len(RUN.loaders)
+    if fed is not None:
+        return fed.cursor
+    return Cursor(**RUN.unclaimed[waiting]["cursor"]) if waiting < len(RUN.unclaimed) else None
+
+
 def _epoch() -> int:
-    if not RUN.loaders:
-        return 0
-    cursor = RUN.loaders[RUN.fed].cursor
-    return cursor.epoch + cursor.ended
+    cursor = _cursor()
+    return 0 if cursor is None else cursor.epoch + cursor.ended
 
 
 def _period(given: int | str | timedelta) -> tuple[int | None, float | None]:
@@ -236,6 +260,8 @@ def _find(path: str | os.PathLike[str], model: nn.Module | None, state: dict[str
     if "fault" in card:
         raise CheckpointError(card["fault"])
     there, faults = place.of(card["root"]), []
+    if world.rank == 0 and card.get("unfinished"):
+        record.say(_passed_over(there, card["unfinished"]))
     for folder in card["names"]:
         stored, verdict = _attempt(there, folder, model, state)
         verdicts = _of_all("load", verdict)
@@ -261,13 +287,20 @@ def _find(path: str | os.PathLike[str], model: nn.Module | None, state: dict[str
 def _candidates(path: str) -> dict[str, Any]:
     """On rank 0: which checkpoints a path means."""
     try:
-        root, _, last = path.rstrip("/").rpartition("/")
-        if FOLDER.fullmatch(last):
-            return {"root": root or ".", "names": [last], "exact": True}
+        root, one = place.split(path)
+        if one is not None:
+            return {"root": root, "names": [one], "exact": True}
         there: Place = place.of(path)
-        return {"root": path, "names": there.committed(), "exact": False}
+        return {"root": path, "names": there.committed(), "exact": False, "unfinished": there.unfinished()}
     except Exception as error:
         return {"fault": str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"}
+
+
+def _passed_over(there: Place, unfinished: list[str]) -> str:
+    """What is called like a checkpoint and is none."""
+    more = f" and {len(unfinished) - 1} more" if len(unfinished) > 1 else ""
+    said = f"{there.file(unfinished[0], '')}{more} passed over: no {place.INDEX} in it"
+    return f"{said}, so no checkpoint (a save that was cut off, or something else of that name)"
 
 
 def _attempt(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, SequentialLR
 
 from distributedtorch import attach
-from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.errors import UsageError, explain, tell
 from distributedtorch.core.world import here
 from distributedtorch.decide import Plateau
 
@@ -192,7 +191,7 @@ def _multiply(optimizer: Optimizer, factor: float, why: str) -> None:
         group["lr"] = group["lr"] * factor
     if here().rank == 0:
         pairs = dict.fromkeys(f"{old:g} -> {float(group['lr']):g}" for old, group in zip(before, groups, strict=True))
-        print(f"distributedtorch: lr {', '.join(pairs)} ({why})", file=sys.stderr, flush=True)
+        tell(f"distributedtorch: lr {', '.join(pairs)} ({why})")
 
 
 # What is refused.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,11 +19,22 @@ from distributedtorch import replicas
 from distributedtorch.attach import own_randomness
 from distributedtorch.checkpoint.index import Reader
 from distributedtorch.checkpoint.plain import unpack
-from distributedtorch.contents import batches_of, kept_of, keys_of, kind_of, not_row_major, own_way, schedulers
+from distributedtorch.contents import (
+    batches_of,
+    kept_of,
+    keys_of,
+    kind_of,
+    loaders,
+    names_in,
+    not_row_major,
+    own_way,
+    schedulers,
+)
 from distributedtorch.core.bucket import once
 from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Kept
 from distributedtorch.core.world import accelerator, here
+from distributedtorch.data.cursor import Cursor
 from distributedtorch.data.stream import State, from_plain, install
 from distributedtorch.looks import difference, looks
 from distributedtorch.run import RUN
@@ -74,30 +86,32 @@ class Stored:
 
     def _other_misfit(self) -> str:
         keys = keys_of(RUN.models)
+        mine = [names_in(o, keys) for o in RUN.optimizers]
+        theirs = [_names_saved(o) if o["kind"] else [] for o in self.run["optimizers"]]
         shapes = {
             "optimizers": (
                 [
                     _groups(kind, [g["params"] for g in o.get("groups", [])])
                     for kind, o in _kinds(self.run["optimizers"], RUN.optimizers)
                 ],
-                [
-                    _groups(
-                        kind_of(o), [] if own_way(o) else [[keys[id(p)] for p in g["params"]] for g in o.param_groups]
-                    )
-                    for o in RUN.optimizers
-                ],
+                [_groups(kind_of(o), [] if own_way(o) else n) for o, n in zip(RUN.optimizers, mine, strict=True)],
             ),
             "schedulers": (
                 [kind for kind, _ in _kinds(self.run["schedulers"], schedulers())],
                 [kind_of(s) for s in schedulers()],
             ),
-            "loaders": (["a loader"] * len(self.run["loaders"]), ["a loader"] * len(RUN.loaders)),
+            "loaders": (
+                _given([one.get("met") for one in self.run["loaders"]]),
+                _given([one.place.met for one in loaders()]),
+            ),
         }
         for word, (saved, have) in shapes.items():
             if saved and have and saved != have:
                 given = f"the checkpoint's {word} are: {', '.join(saved)}"
                 return explain(given, f"as here: {', '.join(have)}", f"distribute the same {word}")
-        for loader, stored in zip(RUN.loaders, self.run["loaders"], strict=False):
+        if moved := _moved(theirs, mine):
+            return moved
+        for loader, stored in zip(loaders(), self.run["loaders"], strict=False):
             if "began" in stored and stored.get("batch", batches_of(loader)) != batches_of(loader):
                 rows, count = stored["batch"]
                 given = f"the checkpoint lies in the middle of an epoch of {count} batches of {rows} rows"
@@ -151,16 +165,25 @@ class Stored:
                 one.load_state_dict(unpack(self.run["user"][name], self.tensors))
             except Exception as error:
                 raise CheckpointError(_not_taken_back(name, one, error)) from error
-        for loader, saved in zip(RUN.loaders, self.run["loaders"], strict=False):
-            loader.place.load_state_dict(saved)
-        RUN.fed = min(int(self.run.get("fed", 0)), max(len(RUN.loaders) - 1, 0))
-        RUN.unclaimed = self.run["loaders"][len(RUN.loaders) :]
+        self._loaders()
         scale = here().loop.loss_scale
         if scale is not None and self.run["loss scale"] is not None:
             scale.load_state_dict(self.run["loss scale"])
         here().loop.steps = self.step
-        replicas.take_over(self.reader)
+        replicas.take_over(self.reader, keys_of(RUN.models))
         self._random()
+
+    def _loaders(self) -> None:
+        """Put loaders where they were; of those that were met in the loop, keep that for when they are met again."""
+        known, saved = loaders(), self.run["loaders"]
+        for loader, one in zip(known, saved, strict=False):
+            loader.place.load_state_dict(one)
+        RUN.unclaimed = saved[len(known) :]
+        fed = min(int(self.run.get("fed", 0)), max(len(saved) - 1, 0))
+        RUN.fed = RUN.loaders.index(known[fed]) if fed < len(known) else fed
+        if saved:
+            cursor = Cursor(**saved[fed]["cursor"])
+            RUN.pace.goes_on(self.run.get("pace", {}), cursor, inside="began" in saved[fed])
 
     def _models(self) -> None:
         places = [part for part in (divided, once_per_host) if part.ALL]
@@ -219,16 +242,17 @@ class Stored:
             values.copy_(self.reader.ordered(key, stride, low, low + values.numel()))
 
     def _optimizer(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        keys = keys_of(RUN.models)
         if "whole" in saved:
-            optimizer.load_state_dict(unpack(saved["whole"], self.tensors))
+            with _in_order(optimizer, saved.get("order", []), keys):
+                optimizer.load_state_dict(unpack(saved["whole"], self.tensors))
             return
         kept = kept_of(optimizer)
-        keys = keys_of(RUN.models)
         state: dict[Any, dict[str, Any]] = {}
         wanted = []
         for group, given in zip(optimizer.param_groups, saved["groups"], strict=True):
             options = unpack(given["options"], self.tensors)
-            group.update(options)
+            group.update({name: value for name, value in options.items() if name != "param_names"})
             for param in group["params"]:
                 values = saved["state"].get(keys[id(param)], {})
                 mine = kept.get(id(param))
@@ -297,6 +321,11 @@ def _Default(optimizer: Optimizer, state: dict[Any, dict[str, Any]]) -> Any:
     return made
 
 
+def _given(met: Sequence[bool | None]) -> list[str]:
+    """The loaders that were given, as words to compare."""
+    return ["a loader" for one in met if not one]
+
+
 def _kinds(saved: list[dict[str, Any]], have: Sequence[object]) -> list[tuple[str, dict[str, Any]]]:
     """What was saved with its kind; an imported one does not say it, and takes that of its counterpart here."""
     kinds = [kind_of(one) for one in have] + ["an imported one"] * len(saved)
@@ -304,8 +333,39 @@ def _kinds(saved: list[dict[str, Any]], have: Sequence[object]) -> list[tuple[st
 
 
 def _groups(kind: str, names: list[list[str]]) -> str:
-    said = " + ".join(f"{len(group)} ({group[0]} ...)" if group else "0" for group in names)
+    said = " + ".join(f"{len(group)} ({min(group)} ...)" if group else "0" for group in names)
     return f"{kind} over {said} parameters" if names else kind
+
+
+def _names_saved(saved: dict[str, Any]) -> list[list[str]]:
+    """By group the names that a checkpoint has of an optimizer's parameters, in the order of the one who saved."""
+    return saved.get("order") or [group["params"] for group in saved.get("groups", [])]
+
+
+def _moved(saved: list[list[list[str]]], have: list[list[list[str]]]) -> str:
+    """Refuses groups that hold other parameters than those saved; their order within a group says nothing."""
+    for groups, mine in zip(saved, have, strict=False):
+        before, now = ({name: k for k, names in enumerate(of) for name in names} for of in (groups, mine))
+        for name in sorted(before.keys() | now.keys()) if groups else ():
+            if before.get(name) != now.get(name):
+                places = [f"group {of[name]}" if name in of else "no group" for of in (before, now)]
+                given = f"{name!r} is in {places[0]} of the checkpoint's optimizer"
+                return explain(given, f"as here: {places[1]}", "make the groups as they were when saved")
+    return ""
+
+
+@contextmanager
+def _in_order(optimizer: Optimizer, names: list[list[str]], keys: Mapping[int, str]) -> Iterator[None]:
+    """Within, the optimizer's groups have the order in which their state was saved: it is numbered by position."""
+    by_name = {keys[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    own = [group["params"] for group in optimizer.param_groups]
+    for group, saved in zip(optimizer.param_groups, names, strict=False):
+        group["params"] = [by_name[name] for name in saved]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, own, strict=True):
+            group["params"] = params
 
 
 def _not_taken_back(name: str, one: object, error: Exception) -> str:

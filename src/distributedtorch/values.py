@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from distributedtorch.core.batches import Rows
-from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.errors import UsageError, explain, unread
+from distributedtorch.core.loss import Kind, over_rows
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.launch.start import join_world
 from distributedtorch.run import RUN
@@ -47,9 +49,10 @@ def device() -> torch.device:
 
 
 def print(*values: Any, **kwargs: Any) -> None:
-    """`print` on rank 0 only."""
-    if is_main():
-        builtins.print(*values, **kwargs)
+    """`print` on rank 0 only. Where nobody reads it any more, the line is lost and not the run."""
+    if is_main() and (stream := kwargs.get("file") or sys.stdout) is not None:
+        with unread(stream):
+            builtins.print(*values, **kwargs)
 
 
 def barrier() -> None:
@@ -92,13 +95,23 @@ def _over_ranks(x: Number, factor: float, divisor: float, name: str) -> Number:
     return type(x)(result.item())
 
 
-def weight(loss: Tensor, n: float | Tensor) -> Tensor:
-    """Say that `loss` is a mean over `n` units (tokens) on this rank, so that the global mean is exact."""
+def weight(loss: Tensor, n: float | Tensor, *, sum: bool = False) -> Tensor:
+    """The loss, weighted so that the global mean (or sum) over units such as tokens is exact: call `backward` on it.
+
+    Args:
+        loss: A mean over `n` units on this rank, or the sum over them: one number.
+        n: How many units this rank has; 0 counts for nothing, and so does a rank without rows, whatever it says.
+        sum: The loss is a sum, and the training is on the sum over all ranks. Under `accumulate` sums of a window's
+            batches are added up, as several `backward` before one `step` do in one process; means are over all
+            units of the window.
+    """
     loop, comm = here().loop, here().comm
     units = 0.0 if loop.idle and float(n) >= 0 else float(n)  # a rank without rows has a repeated one
     if units < 0 or loss.numel() != 1:
         given = f"dt.weight of a loss of shape {tuple(loss.shape)} with n={units:g}"
         raise UsageError(explain(given, "one number and n >= 0", "take the mean first; pass the number of units"))
+    if comm.world > 1:
+        _check_weighted(loss, summed=sum)
     everywhere = (
         float(comm.exchange("weight", torch.tensor(units, dtype=torch.float64)).sum()) if comm.world > 1 else units
     )
@@ -107,10 +120,23 @@ def weight(loss: Tensor, n: float | Tensor) -> Tensor:
             explain("dt.weight with n=0 on every rank", "some unit on some rank", "skip the batch on all ranks")
         )
     batch, last = (loop.rows.batch, loop.rows.last) if loop.rows else (-1, False)
-    loop.explicit = Rows(mine=units, everywhere=everywhere, batch=batch, last=last)
+    if loss.requires_grad:
+        loop.explicit = Rows(mine=units, everywhere=everywhere, batch=batch, last=last, summed=sum)
     if comm.world == 1:
         return loss
-    return loss * (units * comm.world / everywhere) if units else loss.nan_to_num(0.0) * 0.0
+    if not units:
+        return loss.nan_to_num(0.0) * 0.0
+    return loss * (comm.world if sum else units * comm.world / everywhere)
+
+
+def _check_weighted(loss: Tensor, *, summed: bool) -> None:
+    """Refuse a sum that is said to be a mean, and the reverse, where the graph shows it."""
+    rows = here().loop.rows
+    found = over_rows(loss, 0 if rows is None else round(rows.mine * rows.copies))
+    if found is (Kind.MEAN if summed else Kind.SUM):
+        call, needed = ("dt.weight(loss, n, sum=True)", "sum") if summed else ("dt.weight(loss, n)", "mean")
+        do = "take reduction='sum', or leave sum=True out" if summed else "pass loss / n, or say sum=True"
+        raise UsageError(explain(f"{call} of {found.value}", f"a {needed} over n units of this rank", do))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +187,19 @@ def stats() -> Stats:
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """Rank 0 runs the block first, then the others: for downloads and caches."""
-    join_world()
-    if not is_main():
-        here().comm.barrier("main first")
-    yield
-    if is_main():
-        here().comm.barrier("main first")
+    """Rank 0 runs the block first, then the others: for downloads and caches.
+
+    With several hosts, the first rank of each of them goes before its others: hosts may have disks of their own.
+    """
+    world = join_world()
+    turns = 1 if world.local_size == world.size else 2
+    mine = 0 if is_main() else 1 if turns > 1 and world.local_rank == 0 else turns
+    before, world.busy = world.busy, "dt.main_first"  # however long it takes, nobody has hung
+    try:
+        for _ in range(mine):
+            world.comm.barrier("main first")
+        yield
+    finally:
+        world.busy = before
+    for _ in range(turns - mine):
+        world.comm.barrier("main first")

@@ -112,9 +112,11 @@ def test_ls_says_damage_in_its_row(tmp_path: Path, said: Said) -> None:
     os.truncate(tmp_path / "000004-step-4" / MODEL, 100)
     forge(tmp_path, "000003-step-3", lambda c: c.update(format=2, versions={"distributedtorch": "9.9"}))
     (tmp_path / "000008-step-8").write_text("a file")
-    found = {name: " ".join(row) for name, row in rows(said("ls", tmp_path)).items()}
-    assert "damaged: " in found["000008-step-8"] and "Not a directory" in found["000008-step-8"]
-    assert "unfinished: it has no checkpoint.json" in found["000007-step-7"]
+    text = said("ls", tmp_path)
+    assert text.splitlines()[0] == f"{tmp_path}: 6 checkpoints"
+    assert text.splitlines()[-1] == "  no checkpoints, as they have no checkpoint.json: 000008-step-8, 000007-step-7"
+    found = {name: " ".join(row) for name, row in rows(text).items()}
+    assert "000007-step-7" not in found and "000008-step-8" not in found
     assert "damaged: checkpoint.json has changed since it was written" in found["000006-step-6"]
     assert f"damaged: {MODEL} is missing" in found["000005-step-5"]
     assert f"damaged: {MODEL} has 100 of " in found["000004-step-4"]

@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import distributedtorch as dt
 from distributedtorch.checkpoint import index, place
 from distributedtorch.distribute import release
+from tests import forked
 from tests.checkpoint import job
 
 ROOT = Path(__file__).parents[2]
@@ -206,6 +209,31 @@ def test_state_that_is_not_plain_is_refused(training: job.Training, tmp_path: Pa
     with pytest.raises(dt.CheckpointError, match=r"note in the state of optimizer\.0/groups/0"):
         dt.save(tmp_path / "c")
     assert not place.of(tmp_path / "c").committed()
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("world", [1, 2])
+def test_optimizers_go_by_name_whatever_the_order_of_their_groups(world: int, tmp_path: Path) -> None:
+    ended = forked.run(world, "tests.checkpoint.orders_pool", str(tmp_path), cwd=tmp_path, timeout=90)
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(world):
+        said = json.loads((tmp_path / str(rank)).read_text())
+        assert all("another order" in said.pop(f"refused {older}") for older in (False, True) if world > 1)
+        assert len(said) == (3 if world == 1 else 12) and set(said.values()) == {0.0}, said
+
+
+def test_groups_of_other_parameters_are_refused(tmp_path: Path) -> None:
+    for moved in (False, True):
+        first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+        one, two = (last.weight, last.bias) if moved else (last.bias, last.weight)
+        adam = torch.optim.AdamW([{"params": [first.bias, one]}, {"params": [first.weight, two]}])
+        dt.distribute(nn.Sequential(first, last), adam)
+        if moved:
+            with pytest.raises(dt.CheckpointError, match=r"'model\.0/1\.bias' is in group 0 .*\n.*as here: group 1"):
+                dt.load(tmp_path / "c")
+        else:
+            dt.save(tmp_path / "c")
+        release()
 
 
 def test_before_distribute(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Broken builds that the equality tests must catch: each breaks one line of the library, then runs a pool.
 
-`python -m tests.conformance.sabotage NAME POOL ARGUMENTS...`
+`python -m tests.conformance.sabotage NAME POOL ARGUMENTS...`; after `NAME,watched` the library itself looks whether
+replicas part, else the pool alone has to see it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from distributedtorch import decide
+from distributedtorch import decide, guard
 from distributedtorch.core import batches, once
 from distributedtorch.core.comm import Comm
 from distributedtorch.sync import batchnorm, optimizers
@@ -79,7 +80,10 @@ SABOTAGES: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    SABOTAGES[sys.argv[1]]()
+    named, _, watched = sys.argv[1].partition(",")
+    if not watched:
+        guard._one_replica = lambda world: None
+    SABOTAGES[named]()
     pool = sys.argv[2]
     sys.argv = sys.argv[2:]
     runpy.run_module(pool, run_name="__main__", alter_sys=True)

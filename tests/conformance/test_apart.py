@@ -15,10 +15,10 @@ POOL = "tests.conformance.apart_pool"
 @pytest.mark.parametrize(
     ("workers", "plan"),
     [
-        (2, "server(apart,staleness=0)"),
+        pytest.param(2, "server(apart,staleness=0)", marks=pytest.mark.long),
         (3, "server(apart,staleness=0,servers=2)"),
         (2, "server(apart,staleness=0,servers=2,rates=own),wire=int8"),
-        (3, "server(apart,staleness=2)"),
+        pytest.param(3, "server(apart,staleness=2)", marks=pytest.mark.long),
         pytest.param(3, "server(apart,staleness=0,push=updates)", marks=pytest.mark.long),
         pytest.param(1, "server(apart,staleness=0,servers=2)", marks=pytest.mark.long),
         pytest.param(3, "server(apart,staleness=0)", marks=pytest.mark.long),

@@ -12,7 +12,10 @@ POOL = "tests.conformance.cold_rows_pool"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("world", "shared"), [(2, "1"), (3, "0"), (4, "1")])
+@pytest.mark.parametrize(
+    ("world", "shared"),
+    [pytest.param(2, "1", marks=pytest.mark.long), (3, "0"), pytest.param(4, "1", marks=pytest.mark.long)],
+)
 def test_cold_rows(world: int, shared: str, tmp_path: Path) -> None:
     ended = forked.run(world, POOL, str(tmp_path), environ={"DISTRIBUTEDTORCH_SHARED": shared})
     assert ended.returncode == 0, ended.stderr
@@ -26,11 +29,11 @@ def test_cold_rows(world: int, shared: str, tmp_path: Path) -> None:
     ("what", "said"),
     [
         ("all alike", "from the algorithm written out"),
-        ("from here", "from the algorithm written out"),
-        ("plain mean", ", then ddp: "),
-        ("not saved", "goes on in another way after dt.load"),
-        ("shared counts double", "what all have moved counts more than once"),
-        ("after the step", "set()"),
+        pytest.param("from here", "from the algorithm written out", marks=pytest.mark.long),
+        pytest.param("plain mean", ", then ddp: ", marks=pytest.mark.long),
+        pytest.param("not saved", "goes on in another way after dt.load", marks=pytest.mark.long),
+        pytest.param("shared counts double", "what all have moved counts more than once", marks=pytest.mark.long),
+        pytest.param("after the step", "set()", marks=pytest.mark.long),
         ("forget", "what wires have left out"),
     ],
 )

@@ -12,7 +12,7 @@ POOL = "tests.conformance.encoded_pool"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def test_divided_parameters_travel_as_codes(world: int, tmp_path: Path) -> None:
     environ = {"DISTRIBUTEDTORCH_SHARED": "0"} if world == 3 else {}
     hosts = ("tests.hosts", "0,0,1,1") if world == 4 else ()

@@ -12,7 +12,10 @@ POOL = "tests.conformance.late_pool"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("world", "shared"), [(2, "1"), (3, "0"), (4, "1")])
+@pytest.mark.parametrize(
+    ("world", "shared"),
+    [pytest.param(2, "1", marks=pytest.mark.long), (3, "0"), pytest.param(4, "1", marks=pytest.mark.long)],
+)
 def test_late_gradients(world: int, shared: str, tmp_path: Path) -> None:
     ended = forked.run(world, POOL, "equal", str(tmp_path), environ={"DISTRIBUTEDTORCH_SHARED": shared})
     assert ended.returncode == 0, ended.stderr
@@ -44,13 +47,15 @@ def test_a_run_goes_on_after_a_load(tmp_path: Path) -> None:
     [
         ("equal", "applied at once", "from the algorithm written out"),
         ("travels", "landed at once", "nothing is under way"),
-        ("travels", "few at once", "is waited for before the next backward is over"),
+        pytest.param(
+            "travels", "few at once", "is waited for before the next backward is over", marks=pytest.mark.long
+        ),
         pytest.param("equal", "landed too late", "from the algorithm written out", marks=pytest.mark.long),
         ("wires", "kept apart", "wire=sign"),
         pytest.param("wires", "added twice", "wire=sign", marks=pytest.mark.long),
         pytest.param("wires", "overtaken", "wire=sign", marks=pytest.mark.long),
         ("saved", "lost at resume", "goes on in another way"),
-        ("saved", "not dropped at load", "a gradient of other parameters"),
+        pytest.param("saved", "not dropped at load", "a gradient of other parameters", marks=pytest.mark.long),
     ],
 )
 def test_a_wrong_one_is_seen(part: str, what: str, said: str, tmp_path: Path) -> None:

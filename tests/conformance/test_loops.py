@@ -49,8 +49,8 @@ def test_loops_end_as_in_one_process(world: int, plans: tuple[str, ...], shared:
         ("ranks_count_equally", "clip_by_value", "ddp"),
         ("local_norms", "clip_by_other_norms", "zero1"),
         ("gradients_stay_local", "l2_in_the_loss", "ddp"),
-        ("rows_stay_local", "tables_under_adagrad", "ddp"),
-        ("decisions_stay_local", "plateau_on_local_losses", "zero1"),
+        pytest.param("rows_stay_local", "tables_under_adagrad", "ddp", marks=pytest.mark.long),
+        pytest.param("decisions_stay_local", "plateau_on_local_losses", "zero1", marks=pytest.mark.long),
         ("edits_stay_unseen", "clamp_weights_after_step", "zero2,share"),
     ],
 )
@@ -58,6 +58,13 @@ def test_broken_builds_are_caught(sabotage: str, loop: str, plan: str, tmp_path:
     pool = "tests.conformance.loops_pool"
     rows = run(2, tmp_path, "tests.conformance.sabotage", sabotage, pool, "DONE", f"plans={plan}", loop)
     assert [r for r in rows if r["plan"] == plan and r["difference"] > 1e-6]
+
+
+@pytest.mark.timeout(120)
+def test_replicas_that_part_are_named(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"differs between ranks after step \d+: .* on rank 0, .* on rank 1"):
+        pool = ("tests.conformance.loops_pool", "DONE", "plans=ddp", "l2_in_the_loss")
+        run(2, tmp_path, "tests.conformance.sabotage", "gradients_stay_local,watched", *pool)
 
 
 @pytest.mark.timeout(120)

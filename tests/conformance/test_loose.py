@@ -13,7 +13,7 @@ FACTORS = "tests.conformance.factors_pool"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def test_rounds(world: int, tmp_path: Path) -> None:
     ended = forked.run(world, LOOSE, "rounds", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
@@ -42,7 +42,7 @@ def test_replicas_that_were_not_saved_are_missed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def test_wires(world: int) -> None:
     ended = forked.run(world, WIRES)
     assert ended.returncode == 0, ended.stderr
@@ -65,6 +65,7 @@ def test_factors(world: int, shared: str) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_factors_between_hosts_hold_nobody() -> None:
     ended = forked.run(4, "tests.hosts", "0,0,1,1", FACTORS)
     assert ended.returncode == 0, ended.stderr

@@ -69,7 +69,7 @@ def test_checkpoints_of_any_plan_and_world(tmp_path: Path) -> None:
     ("world", "hosts", "said"),
     [
         (3, "", "3 replicas of 1 rank, shared memory across"),
-        (4, "0,0,1,1", "2 replicas of 2 ranks, shared memory inside, gloo across"),
+        pytest.param(4, "0,0,1,1", "2 replicas of 2 ranks, shared memory inside, gloo across", marks=pytest.mark.long),
         pytest.param(
             *(4, "0,1,0,1", "2 replicas of 2 ranks, gloo inside, shared memory across"), marks=pytest.mark.long
         ),

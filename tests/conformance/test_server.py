@@ -12,7 +12,7 @@ POOL = "tests.conformance.server_pool"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def test_servers(world: int, tmp_path: Path) -> None:
     ended = forked.run(world, POOL, str(tmp_path))
     assert ended.returncode == 0, ended.stderr

@@ -10,7 +10,10 @@ POOL = "tests.conformance.underway_pool"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("world", "shared"), [(2, "1"), (3, "0"), (4, "1")])
+@pytest.mark.parametrize(
+    ("world", "shared"),
+    [pytest.param(2, "1", marks=pytest.mark.long), (3, "0"), pytest.param(4, "1", marks=pytest.mark.long)],
+)
 def test_rounds_under_way(world: int, shared: str) -> None:
     ended = forked.run(world, POOL, environ={"DISTRIBUTEDTORCH_SHARED": shared})
     assert ended.returncode == 0, ended.stderr
@@ -22,11 +25,11 @@ def test_rounds_under_way(world: int, shared: str) -> None:
     ("what", "said"),
     [
         ("at once", "from the algorithm written out"),
-        ("all of it", "from the algorithm written out"),
-        ("nobody asked", "a load is no movement"),
+        pytest.param("all of it", "from the algorithm written out", marks=pytest.mark.long),
+        pytest.param("nobody asked", "a load is no movement", marks=pytest.mark.long),
         ("waits", "round/0"),
-        ("one at a time", "second sums wait for the end of a round"),
-        ("never let go", "a round is under way where replicas step together"),
+        pytest.param("one at a time", "second sums wait for the end of a round", marks=pytest.mark.long),
+        pytest.param("never let go", "a round is under way where replicas step together", marks=pytest.mark.long),
     ],
 )
 def test_wrong_ones_are_seen(what: str, said: str) -> None:

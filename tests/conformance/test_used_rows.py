@@ -10,7 +10,7 @@ POOL = "tests.conformance.used_rows_pool"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def test_used_rows(world: int) -> None:
     ended = forked.run(world, POOL)
     assert ended.returncode == 0, ended.stderr

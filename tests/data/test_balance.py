@@ -156,7 +156,7 @@ def test_limits_hold_from_the_first_batch(alone: Callable[..., Alone], monkeypat
 
 def test_rows_that_do_not_add_up_are_seen() -> None:
     loop = Loop(Comm(0, 2))
-    loop.batches.present = Rows(mine=3, everywhere=6, batch=0)
+    loop.batches.settled = Rows(mine=3, everywhere=6, batch=0)
     loop._every_row([3.0, 3.0])
     with pytest.raises(DesyncError, match=r"3 \+ 2 rows of a batch of 6"):
         loop._every_row([3.0, 2.0])

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from distributedtorch.core.errors import UsageError
 from distributedtorch.data import cut as cut_module
-from distributedtorch.data.cut import divide_batch, leading
+from distributedtorch.data.cut import divide_batch, leading, with_dims
 from distributedtorch.data.partition import Part
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -76,6 +76,30 @@ def test_disagreeing_shapes_are_refused_with_the_shapes() -> None:
         leading({"a": 1})
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_rows_in_another_dimension(world: int, reverse: bool) -> None:
+    wide = torch.arange(30).reshape(2, 5, 3)
+    fields = {"x": wide, "n": Y, "deep": [wide.numpy(), "text", torch.tensor(1.0)], "names": list("abcde")}
+    sparse = torch.arange(10).reshape(2, 5).to_sparse()
+    for batch, dims in ((fields, 1), (fields, (1, 0, 1)), ([wide, sparse], 1)):
+        parts = [divide_batch(batch, Part(rank=r, world=world, reverse=reverse, dims=dims)) for r in range(world)]
+        for field, (place, dim) in enumerate(with_dims(batch, dims)):
+            whole = torch.as_tensor(place).to_dense()
+            found = [torch.as_tensor(with_dims(piece, dims)[field][0]).to_dense() for _, _, piece in parts]
+            joined = torch.cat([one.narrow(dim, 0, rows) for one, (rows, _, _) in zip(found, parts, strict=True)], dim)
+            assert torch.equal(joined, whole.flip(dim) if reverse else whole) and whole.shape[dim] == 5
+            assert all(one.is_contiguous() for one in found), "as a batch of its own would be"
+
+
+def test_disagreeing_dimensions_are_refused_with_the_shapes() -> None:
+    with pytest.raises(UsageError, match=r"\(2, 5, 3\), \(4,\)"):
+        leading([torch.zeros(2, 5, 3), torch.zeros(4)], 1)
+    for dims in ((1,), (1, 1), (1, 0, 0)):
+        with pytest.raises(UsageError, match=r"2 tensors of shapes \(2, 5, 3\), \(5,\)"):
+            leading([torch.zeros(2, 5, 3), Y], dims)
+
+
 def test_one_process_passes_anything_unchanged() -> None:
     batch = [X, torch.zeros(4)]
     rows, total, piece = divide_batch(batch, Part(rank=0, world=1))
@@ -100,7 +124,7 @@ def test_custom_iterable(world: int) -> None:
 
 
 def test_a_wrong_cut_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_module, "_slice", lambda array, span, total, reverse: array[: len(span)])
+    monkeypatch.setattr(cut_module, "_slice", lambda array, span, *_: array[: len(span)])
     expected = [[batch.tolist() for batch in epoch] for epoch in plain(Custom)]
     assert [[[int(row) for row in b] for b in epoch] for epoch in together(run(Custom, 2))] != expected
 

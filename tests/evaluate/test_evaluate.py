@@ -25,7 +25,7 @@ def run(world: int, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_results_are_those_of_one_process(world: int, tmp_path: Path) -> None:
     told = list(pool.rows()) if world == 1 else run(world, tmp_path)
     rows = {row["case"]: row for row in told if "case" in row}

@@ -1,11 +1,10 @@
-"""Every example is two lines away from single.py and prints what it prints; the demo agrees with one process."""
+"""Every example is two lines away from single.py and prints what it prints; strategies and the demo agree with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import importlib.util
-import itertools
 import os
 import subprocess
 import sys
@@ -16,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forked
+
 FOLDER = Path(__file__).parents[2] / "examples"
-NOT_PLANS = {"demo", "gpt", "listing", "measured", "resnet", "single"}
+FACES = ("mirrored", "parameter_server", "hierarchical_topk")
+NOT_PLANS = {"demo", "gpt", "listing", "measured", "resnet", "single", *FACES}
 PLANS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NOT_PLANS)
 STEPS = "10"
-PYTHON: tuple[str, ...] = ()
-DTORCH = ("-m", "distributedtorch", "run", "--workers", "2")
 
 
 def run(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
@@ -55,16 +55,46 @@ def test_an_example_is_two_lines_more_than_single(plan: str) -> None:
     assert len(changes) == 2
 
 
-@pytest.mark.parametrize(("plan", "launch"), list(zip(PLANS, itertools.cycle([PYTHON, DTORCH]), strict=False)))
-def test_an_example_prints_what_one_process_prints(
-    plan: str, launch: tuple[str, ...], truth: str, tmp_path: Path
-) -> None:
-    ended = run(tmp_path, *launch, FOLDER / f"{plan}.py", "--steps", STEPS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_example_prints_what_one_process_prints(plan: str, truth: str, tmp_path: Path) -> None:
+    script = FOLDER / f"{plan}.py"
+    if plan == "ddp":
+        ended = run(tmp_path, script, "--steps", STEPS)
+    else:
+        ended = forked.run(2, str(script), "--steps", STEPS, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "2 workers" in ended.stderr and f"plan {plan}" in ended.stderr
     assert ended.stdout == truth
 
 
+@pytest.fixture(scope="module")
+def losses() -> str:
+    """What a step over whole batches prints, whichever strategy it stands in."""
+    ended = forked.run(1, "examples.mirrored")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("loss") == 3
+    return ended.stdout
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("face", FACES)
+def test_a_strategy_prints_the_losses_of_one_process(face: str, world: int, losses: str, tmp_path: Path) -> None:
+    ended = forked.run(world, f"examples.{face}", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == losses
+    assert f"{world} workers (dt.launch" in ended.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("face", FACES)
+def test_a_strategy_starts_its_workers(face: str, losses: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, FOLDER / f"{face}.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == losses
+    assert f"{2 if face == 'mirrored' else 4} workers (call)" in ended.stderr
+
+
+@pytest.mark.long
 def test_the_demo_agrees_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     plt = pytest.importorskip("matplotlib.pyplot")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,3 +74,35 @@ def test_the_model_comes_out_of_its_wrapper_without_its_hooks(group, capsys):
     inner(torch.ones(1, 2)).sum().backward()
     assert inner.weight.grad is not None
     assert adopt.unwrapped(inner, place()) is inner
+
+
+@pytest.mark.parametrize(
+    ("args", "words", "through"),
+    [
+        ((), {}, True),
+        (("gloo", "env://"), {}, True),
+        (("gloo", None, None, 2, 1), {}, True),
+        (("gloo",), {"init_method": "tcp://127.0.0.1:1"}, False),
+        (("gloo",), {"store": "its own"}, False),
+        (("gloo",), {"rank": 0, "world_size": 1}, False),
+    ],
+)
+def test_a_group_of_all_ranks_is_found_without_a_port(monkeypatch, args, words, through):
+    truth, made = dist.init_process_group, []
+
+    @functools.wraps(truth)
+    def make(*args, **words):
+        made.append(inspect.signature(truth).bind(*args, **words).arguments)
+
+    monkeypatch.setattr(dist, "init_process_group", make)
+    store = dist.HashStore()
+    adopt.without_port(place(rank=1), lambda timeout: store)
+    dist.init_process_group(*args, **words)
+    dist.init_process_group(*args, **words)
+    if not through:
+        assert made == [inspect.signature(truth).bind(*args, **words).arguments] * 2
+        return
+    assert [(given["rank"], given["world_size"], given["init_method"]) for given in made] == [(1, 2, None)] * 2
+    for given in made:
+        given["store"].set("key", "")
+    assert store.num_keys() == 2, "a second group finds nothing of the first one's"

@@ -35,7 +35,7 @@ FEW, MANY = 2_000, 20_000
     [
         ({}, True),
         ({"MALLOC_MMAP_THRESHOLD_": "1000000"}, False),
-        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}, False),
+        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}, False, marks=pytest.mark.long),
     ],
     ids=["untold", "told by a variable", "told by a tunable"],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from distributedtorch.core.errors import LaunchError
-from distributedtorch.launch import join, place
+from distributedtorch.launch import join, place, secret
 
 JOB = Path(__file__).with_name("job.py")
 
@@ -54,6 +54,22 @@ def test_a_number_given_twice_is_found_on_both_sides(store):
     assert time.monotonic() - began < 2
     assert "two processes have joined as rank 0 of 2" in first.communicate(timeout=60)[1]
     assert first.returncode == 1
+
+
+def test_with_a_secret_nobody_else_speaks_for_the_job(store, monkeypatch):
+    monkeypatch.setenv(secret.VARIABLE, "a secret of the job's")
+    mine = join.client()
+    for key in ("distributedtorch/0/watch/verdict", "watch/verdict"):
+        store.set(key, "all is over")
+    assert not mine.check(["watch/verdict"])
+    mine.set("watch/verdict", "true")
+    assert join.client().get("watch/verdict") == b"true" and join.client().compare_set("new", "", "1") == b"1"
+    for key in store.list_keys():
+        store.set(key, "all is over")
+    with pytest.raises(LaunchError, match="someone else has written it"):
+        mine.get("watch/verdict")
+    monkeypatch.delenv(secret.VARIABLE)
+    assert join.client().get("watch/verdict") == b"all is over"
 
 
 @pytest.mark.parametrize("options", [["--standalone"], ["--master-addr", "127.0.0.1", "--master-port", "0"]])

@@ -7,8 +7,12 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from distributedtorch.core.errors import PeerError
+import pytest
+
+from distributedtorch.core.batches import Rows
+from distributedtorch.core.errors import PeerError, UsageError
 from distributedtorch.core.plan import Plan
+from distributedtorch.core.world import here
 from distributedtorch.launch import record
 from distributedtorch.launch.ranks import Rank
 from distributedtorch.launch.record import End, is_consequence
@@ -115,8 +119,28 @@ def test_the_headline_leaves_out_what_the_terminal_has(tmp_path: Path) -> None:
 
 
 def test_one_rank_of_a_host_prints_the_same_error(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(record._here, "logs", tmp_path / "logs")
-    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(record._here, "logs", lambda: tmp_path / "logs")
+    (tmp_path / "logs").mkdir(mode=0o700)
     (tmp_path / "logs" / "said.1.0").touch()
     assert [record._was_said(text) for text in ("a", "a", "b")] == [False, True, False]
     assert not (tmp_path / "logs" / "said.1.0").exists(), "of an earlier run"
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "noted"),
+    [
+        (Rows(mine=1, everywhere=2), IndexError("too many indices"), "1 of the 2 rows"),
+        (Rows(mine=0, everywhere=2), IndexError("too many indices"), "none (another stands in) of the 2 rows"),
+        (Rows(mine=2, everywhere=4), IndexError("too many indices"), ""),
+        (Rows(mine=1, everywhere=1), IndexError("too many indices"), ""),
+        (Rows(mine=1, everywhere=2), UsageError("not about rows"), ""),
+        (Rows(mine=1, everywhere=2), KeyboardInterrupt(), ""),
+        (None, IndexError("too many indices"), ""),
+    ],
+)
+def test_an_error_on_a_lone_row_says_so(rows, error, noted, monkeypatch):
+    monkeypatch.setattr(here().loop.batches, "present", rows)
+    monkeypatch.setattr(record, "_here", record._Rank())
+    record.raised(error)
+    notes = "".join(getattr(error, "__notes__", []))
+    assert (noted in notes and "squeeze" in notes) if noted else not notes

@@ -42,7 +42,7 @@ def leave(gib_each: float, ranks: int) -> str:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_rank_gets_an_error_before_it_takes_what_is_reserved(world: int, tmp_path: Path) -> None:
     ended = forked.run(world, JOB, "2048", cwd=tmp_path, environ={reserve.RESERVE: leave(1.5, world)})
     assert ended.returncode == 1 and "step 1" in ended.stdout and "step 7" not in ended.stdout
@@ -50,6 +50,7 @@ def test_a_rank_gets_an_error_before_it_takes_what_is_reserved(world: int, tmp_p
     assert "allocate" in said and f"{reserve.RESERVE}: " in said and "1.5 GiB for each rank" in said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_within_its_part_a_job_runs_and_says_what_it_leaves(tmp_path: Path) -> None:
     ended = forked.run(2, JOB, "512", cwd=tmp_path, environ={reserve.RESERVE: leave(1.5, 2)})

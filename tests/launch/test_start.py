@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,13 +19,33 @@ from distributedtorch.launch import script, supervise
 JOB = Path(__file__).with_name("job.py")
 
 RESTART = """
-import sys
+import atexit, json, os, sys, threading, time
+from pathlib import Path
 from distributedtorch.launch import join, place, record, supervise
+
+def seen(pid):
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    files = [os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()]
+    return {"pid": pid, "MiB": int(lines["VmRSS"].split()[0]) >> 10, "files": files}
+
 here = place.find()
 if here.launcher == "none":
+    ballast = b"x" * (200 << 20)
+    inherited = os.open("inherited", os.O_CREAT | os.O_RDWR)
+    os.set_inheritable(inherited, True)
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    atexit.register(Path("at_exit").touch)
+    Path("before").write_text(json.dumps(seen(os.getpid())))
+    sys.stdout.write("not flushed ")
+    os.chdir("/")
     supervise.restart(2)
     print("never here")
 join.join(here, device_type="cpu")
+if here.rank == 0:
+    Path("after").write_text(json.dumps(seen(os.getppid())))
+if "forever" in sys.argv:
+    print("running", flush=True)
+    time.sleep(600)
 print("rank", here.rank, sys.argv[1:], flush=True)
 sys.exit(int(sys.argv[1]) if here.rank == 1 else 0)
 """
@@ -99,8 +121,32 @@ def test_a_plain_command_starts_itself_again(start, tmp_path, code):
     (tmp_path / "train.py").write_text(RESTART)
     run = start("train.py", code, "--flag")
     assert run.end() == code, run.err
-    assert run.out == f"rank 0 ['{code}', '--flag']\n"
+    assert run.out == f"not flushed rank 0 ['{code}', '--flag']\n"
     assert run.gone_within(0.5)
+    before, after = (json.loads((tmp_path / name).read_text()) for name in ("before", "after"))
+    assert (tmp_path / "at_exit").exists()
+    assert before["pid"] == after["pid"] == run.process.pid
+    assert after["MiB"] < before["MiB"] - 200, "the starter keeps what its script had"
+    assert str(tmp_path / "inherited") in before["files"] and str(tmp_path / "inherited") not in after["files"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_what_the_starter_has_become_ends_the_run(start, tmp_path, number):
+    (tmp_path / "train.py").write_text(RESTART)
+    run = start("train.py", 0, "forever")
+    run.until_running()
+    os.kill(run.process.pid, number)
+    assert run.end() == 128 + number
+    assert f"dtorch: ended by {number.name}" in run.err and run.gone_within(0.5)
+
+
+def test_what_cannot_be_repeated_is_refused_by_the_script_itself(monkeypatch):
+    """The starter is still itself then: the error has a line of the script."""
+    monkeypatch.setenv("DISTRIBUTEDTORCH_HANG", "soon")
+    monkeypatch.setattr(supervise, "_refuse_unrepeatable", lambda _: None)
+    with pytest.raises(LaunchError, match="a hang of 'soon'"):
+        supervise.restart(2)
 
 
 def test_a_script_from_stdin_cannot_be_repeated(tmp_path):
@@ -108,7 +154,7 @@ def test_a_script_from_stdin_cannot_be_repeated(tmp_path):
     done = subprocess.run(command, input=RESTART, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "dt.launch(function, workers=2)" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / ".dtorch").exists()
 
 
 def test_several_processes_are_refused_off_linux(monkeypatch):

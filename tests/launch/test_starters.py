@@ -39,7 +39,7 @@ def same(path, weights):
 @pytest.mark.parametrize(
     ("command", "source"),
     [
-        ([sys.executable, TRAIN, "weights", "2"], "call"),
+        pytest.param([sys.executable, TRAIN, "weights", "2"], "call", marks=pytest.mark.long),
         ([sys.executable, "-m", "distributedtorch", "run", "--workers", "2", TRAIN, "weights"], "command line"),
         ([sys.executable, *TORCHRUN, TRAIN, "weights"], "torchrun"),
         pytest.param([*MPIRUN, sys.executable, TRAIN, "weights"], "mpirun", marks=needs_mpirun),
@@ -97,9 +97,22 @@ def test_torchrun_shows_an_error_of_all_ranks_once(start):
     assert run.err.count("no word of a plan") == 1 and "core/plan.py" not in run.err
 
 
-@pytest.mark.parametrize("case", [pytest.param("ddp", marks=pytest.mark.long), "zero3"])
-def test_a_group_and_a_wrapper_of_the_scripts_own_are_adopted(case, one_process, tmp_path):
-    command = [sys.executable, *TORCHRUN, OWN, "weights", case]
+DTORCH = ["-m", "distributedtorch", "run", "--workers", "2"]
+
+
+@pytest.mark.parametrize(
+    ("starter", "words"),
+    [
+        pytest.param(TORCHRUN, ["ddp"], marks=pytest.mark.long),
+        (TORCHRUN, ["zero3"]),
+        (DTORCH, ["zero3"]),
+        pytest.param(DTORCH, ["ddp", "early"], marks=pytest.mark.long),
+        pytest.param([], ["zero1", "call"], marks=pytest.mark.long),
+    ],
+    ids=lambda given: "-".join(given[-2:]),
+)
+def test_a_group_and_a_wrapper_of_the_scripts_own_are_adopted(starter, words, one_process, tmp_path):
+    command = [sys.executable, *starter, OWN, "weights", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the script's own process group is used (2 ranks, cpu:gloo") == 1

@@ -28,7 +28,7 @@ from tests.serve.killing import ROOT, killed
     [
         ("server(staleness=4)", [0]),
         pytest.param("server(staleness=4)", [0, 2], marks=pytest.mark.long),
-        ("server(apart,staleness=4)", [3]),
+        pytest.param("server(apart,staleness=4)", [3], marks=pytest.mark.long),
         pytest.param("server(apart,staleness=0)", [1, 3, 0], marks=pytest.mark.long),
         pytest.param("server(staleness=0)", [1, 0], marks=pytest.mark.long),
     ],

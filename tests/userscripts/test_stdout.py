@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests import forked
 
 SCRIPT = """
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -40,15 +41,11 @@ print("done")
 def test_standard_output_is_that_of_one_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-
-    def run(workers: int) -> str:
-        command = [sys.executable, str(script)]
-        if workers:
-            command[1:1] = ["-m", "distributedtorch", "run", "--workers", str(workers), "--plan", "zero1"]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    plain = [sys.executable, str(script)]
+    alone = subprocess.run(plain, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    said = [alone.stdout]
+    for workers in (2, 3):
+        ended = forked.run(workers, str(script), cwd=tmp_path, environ={"DISTRIBUTEDTORCH_PLAN": "zero1"})
         assert ended.returncode == 0, ended.stderr
-        return ended.stdout
-
-    with ThreadPoolExecutor(2) as two:  # most of their time goes into imports
-        said = list(two.map(run, (0, 2, 3)))
+        said.append(ended.stdout)
     assert said[0].count("\n") == 4 and len(set(said)) == 1

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forked
 from tests.conformance.cases import difference
 
 HERE = Path(__file__).parent
@@ -66,11 +67,19 @@ def two_lines(script: Script) -> str:
     )
 
 
-def train(command: list[str], folder: Path) -> dict[str, torch.Tensor]:
+def train(path: Path, folder: Path, world: int = 0, plan: str = "ddp") -> dict[str, torch.Tensor]:
+    """What a script has trained, by plain python or by `world` ranks under a plan."""
     out = folder / "weights.pt"
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*command, "--out", str(out), "--double"]
-    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    words = [str(path), "--out", str(out), "--double"]
+    ended: subprocess.CompletedProcess[str]
+    if world:
+        ended = forked.run(world, *words, cwd=folder, timeout=110, environ={"DISTRIBUTEDTORCH_PLAN": plan})
+    else:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *words]
+        ended = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=110, check=False
+        )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     saved = torch.load(out, weights_only=True)
     if isinstance(next(iter(saved.values())), dict):
@@ -89,7 +98,7 @@ def runs() -> list[Any]:
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("plain")
-    return functools.cache(lambda name: train([sys.executable, str(HERE / f"{name}.py")], folder))
+    return functools.cache(lambda name: train(HERE / f"{name}.py", folder))
 
 
 @pytest.mark.timeout(240)
@@ -99,8 +108,7 @@ def test_two_added_lines(
 ) -> None:
     path = tmp_path / f"{script.name}.py"
     path.write_text(two_lines(script))
-    command = [sys.executable, "-m", "distributedtorch", "run", "--workers", str(world), "--plan", plan, str(path)]
-    found = train(command, tmp_path)
+    found = train(path, tmp_path, world, plan)
     if script.exact:
         gap, where = difference(truth(script.name), found)
         assert gap <= 1e-9, f"{where} differs by {gap:.1e}"

@@ -77,7 +77,7 @@ FAULTS = {
     "repeated_samples": ("ddp", 1, "samples repeated or lost"),
     "multiplied_scheduler": ("zero1", 3, "scheduler is stepped more or less often"),
 }
-SOON = ("weights_by_rank", "local_clip")
+SOON = ("weights_by_rank",)
 """What `make test` has time for; the others are in `make test-long`."""
 
 
@@ -93,6 +93,7 @@ def test_catches(one_process: tuple[Run, Run], tmp_path: Path, fault: str) -> No
     assert (verdict.fault.step, reason in verdict.fault.reasons[0]) == (step, True), verdict
 
 
+@pytest.mark.long
 def test_unseeded_order_is_named(tmp_path: Path) -> None:
     job = replace(JOB, command=(TRAIN, "unseeded"))
     one, two = alone(job, tmp_path / "truth"), alone(job, tmp_path / "noise", reverse=True)

@@ -5,14 +5,13 @@ Torch is imported when a checkpoint is there to be read, and not before.
 
 from __future__ import annotations
 
-import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distributedtorch.checkpoint import place
 from distributedtorch.checkpoint.aligned import count, say, size
-from distributedtorch.checkpoint.place import FOLDER, INDEX, Local, Place
+from distributedtorch.checkpoint.place import INDEX, Local, Place
 from distributedtorch.core.errors import CheckpointError, DistributedTorchError, explain
 
 _SHOWN = 3
@@ -65,7 +64,7 @@ def _act(arguments: Namespace, found: Found) -> int:
     if arguments.action == "ls":
         listing.ls(found.there, found.names)
     elif arguments.action == "show":
-        picture.show(found.there, found.committed, found.one or found.newest, whole=arguments.all)
+        picture.show(found.there, found.committed, found.one or found.committed[0], whole=arguments.all)
     elif not listing.verify(found.there, found.names):
         return 1
     return 0
@@ -89,18 +88,6 @@ class Found:
         """The one, or all."""
         return self.committed if self.one is None else (self.one,)
 
-    @property
-    def newest(self) -> str:
-        """The newest that was finished."""
-        return next((name for name in self.committed if self.finished(name)), self.committed[0])
-
-    def finished(self, name: str) -> bool:
-        """Whether its checkpoint.json is there."""
-        try:
-            return INDEX in self.there.files(name)
-        except OSError:
-            return False
-
 
 def find(path: str) -> Found:
     """The checkpoints that a path means: a folder of them, or one.
@@ -108,19 +95,16 @@ def find(path: str) -> Found:
     Raises:
         CheckpointError: There are none, or not the one that is named.
     """
-    root, one = _split(path)
+    root, one = place.split(path)
     there = place.of(root)
     committed = tuple(there.committed())
+    if one is not None and one not in committed and one in there.unfinished():
+        given = f"{there.file(one, '')} was not finished: it has no {INDEX}"
+        do = "leave it: the next dt.save there removes what a save that was cut off has left; or remove it by hand"
+        raise CheckpointError(explain(given, "a checkpoint", do))
     if not committed or (one is not None and one not in committed):
         raise CheckpointError(_nothing(there, path, committed))
     return Found(there=there, committed=committed, one=one)
-
-
-def _split(path: str) -> tuple[str, str | None]:
-    """A folder of checkpoints, and the name of one where the path ends in it."""
-    said = path if "://" in path or os.path.basename(path.rstrip("/")) not in (".", "..") else os.path.abspath(path)
-    root, slash, last = said.rstrip("/").rpartition("/")
-    return (root or slash or ".", last) if FOLDER.fullmatch(last) else (path, None)
 
 
 def _nothing(there: Place, path: str, committed: Sequence[str]) -> str:
@@ -153,7 +137,7 @@ def _rm(found: Found, keep: int | None, *, yes: bool) -> int:
     staying = [name for name in found.committed if name not in going]
     if not (yes and found.one):
         _refuse_to_lose_all(there, going, staying)
-    num_bytes = {name: sum(there.files(name).values()) for name in going}
+    num_bytes = {name: 0 if there.is_link(name) else sum(there.files(name).values()) for name in going}
     if not yes and not _agreed(there, num_bytes):
         say("nothing was removed")
         return 1
@@ -163,7 +147,7 @@ def _rm(found: Found, keep: int | None, *, yes: bool) -> int:
         raise CheckpointError(explain(given, "a folder that nobody else changes", "look again"))
     for name in going:
         there.remove(name)
-        if name in there.committed():
+        if name in there.entries():
             given = f"{there.file(name, '')} could not be removed as a whole, and is no checkpoint any more"
             raise CheckpointError(explain(given, "files that may be removed", "remove what is left by hand"))
         say(f"removed {name} ({size(num_bytes[name])})")
@@ -171,7 +155,7 @@ def _rm(found: Found, keep: int | None, *, yes: bool) -> int:
 
 
 def _going(found: Found, keep: int | None) -> list[str]:
-    """What is to be removed. Unfinished ones are left to the next writer, who knows that theirs is dead."""
+    """What is to be removed. What is unfinished is left to the next writer, who knows that its writer is dead."""
     if found.one is not None and keep is not None:
         given, do = f"--keep {keep} and the checkpoint {found.one}", "leave out --keep, or give the folder"
         raise CheckpointError(explain(given, "one of them", do))
@@ -179,19 +163,18 @@ def _going(found: Found, keep: int | None) -> list[str]:
         given = f"{found.there.said}, a folder" if keep is None else f"--keep {keep}"
         do = f"dtorch checkpoint rm {found.there.file(found.committed[-1], '')}, or --keep N"
         raise CheckpointError(explain(given, "the name of one checkpoint, or how many stay (1 or more)", do))
-    finished = [name for name in found.names if found.finished(name)]
-    if found.one is not None and not finished:
-        given = f"{found.there.file(found.one, '')} was not finished: it has no {INDEX}"
-        do = "leave it: the next dt.save there removes it; or remove the folder by hand"
-        raise CheckpointError(explain(given, "a checkpoint", do))
-    return finished if found.one is not None else finished[keep:]
+    if found.one is not None:
+        return [found.one]
+    needed = {found.there.leads_to(name) for name in found.committed[:keep]}  # by links that stay, too
+    return [name for name in found.committed[keep:] if name not in needed]
 
 
 def _refuse_to_lose_all(there: Place, going: Sequence[str], staying: Sequence[str]) -> None:
     """See that one of those that stay is whole, every byte, or that none of those that go is."""
     from distributedtorch.checkpoint import listing
 
-    whole = next((name for name in staying if listing.is_whole(there, name)), None)
+    apart = [name for name in staying if there.leads_to(name) not in going]  # not links to what goes
+    whole = next((name for name in apart if listing.is_whole(there, name)), None)
     if whole is not None:
         say(f"{whole} stays: every byte was read, it is whole")
         return

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from distributedtorch.checkpoint import archive, dcp, deepspeed, index, place, portable, weights, writing
 from distributedtorch.checkpoint.channel import Channel
 from distributedtorch.checkpoint.index import Reader
-from distributedtorch.checkpoint.place import FOLDER
 from distributedtorch.checkpoint.portable import Portable
 from distributedtorch.checkpoint.weights import Weight
 from distributedtorch.core.errors import CheckpointError, explain
@@ -70,13 +69,13 @@ def _usual(target: str, *, ours: bool) -> str:
 
 def _ours(source: str) -> tuple[place.Place, str] | None:
     """The newest checkpoint of ours in a folder, or the one that it is; None where it is not ours."""
-    root, _, last = source.rstrip("/").rpartition("/")
-    if FOLDER.fullmatch(last):
-        return place.of(root or "."), last
+    root, one = place.split(source)
+    if one is not None:
+        return place.of(root), one
     if "://" not in source and not Path(source).is_dir():
         return None
     there = place.of(source)
-    names = [name for name in there.committed() if place.INDEX in there.files(name)]
+    names = there.committed()
     return (there, names[0]) if names else None
 
 

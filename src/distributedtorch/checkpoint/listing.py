@@ -13,7 +13,7 @@ from distributedtorch.core.errors import CheckpointError
 
 _HEAD: tuple[str, ...] = ("name", "step", "plan", "world", "size", "tensors", "written", "")
 _RIGHT = (1, 3, 4, 5)
-_WIDEST = 40
+_WIDEST, _SHOWN = 40, 5
 
 
 # At a glance.
@@ -28,6 +28,10 @@ def ls(there: Place, names: Sequence[str]) -> None:
             row, newest = (*row[:-1], "newest"), True
         rows.append(row)
     say(f"{there.said}: {count(len(names), 'checkpoint')}", *table(rows, right=_RIGHT, indent="  "))
+    others = there.unfinished()
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        say(f"  no checkpoints, as they have no {INDEX}: {', '.join(others[:_SHOWN])}{more}")
 
 
 def _row(there: Place, name: str) -> tuple[tuple[str, ...], bool]:
@@ -37,8 +41,6 @@ def _row(there: Place, name: str) -> tuple[tuple[str, ...], bool]:
     try:
         files = there.files(name)
         total = size(sum(files.values()))
-        if INDEX not in files:
-            return (*bare, "", "", total, "", "", f"unfinished: it has no {INDEX}"), False
         at = when(there.written(name))
     except OSError as error:
         return (*bare, "", "", "", "", "", f"damaged: {error}"), False

@@ -7,16 +7,19 @@
 On a disk: every file is flushed, then the draft's folder, then the draft is renamed, then this folder is flushed. A
 kill at any moment leaves the committed ones as they were. Stores that cannot rename get the files under their final
 name, and checkpoint.json last: a folder without it is not a checkpoint. Both kinds are read in the same way. Whoever
-removes one takes checkpoint.json first. What a dead writer left is removed by the next one.
+removes one takes checkpoint.json first; of a link to one the link is removed, and nothing it points at. What a dead
+writer left is removed by the next one.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import posixpath
 import re
 import shutil
 import socket
@@ -33,8 +36,11 @@ from distributedtorch.core.errors import CheckpointError, explain
 INDEX = "checkpoint.json"
 FOLDER = re.compile(r"(\d{6,12})-step-(\d{1,15})")
 _FILE = re.compile(r"checkpoint\.json|(model|state)-\d{5}\.safetensors")
+_LEFT = re.compile(rf"{_FILE.pattern}|\.nfs[0-9a-f]+")
+"""What a folder may hold that a dead writer left: NFS keeps files that were open when they were removed."""
 _DRAFT = re.compile(r"\.(draft|gone)-[0-9a-f]{32}")
-_LOCK = ".lock"
+_LOCK, _MOST_IN_LOCK = ".lock", 1000
+_MOST_NUMBER = 10**12 - 1
 
 
 class Place(ABC):
@@ -44,14 +50,52 @@ class Place(ABC):
     """How the user calls it."""
 
     def committed(self) -> list[str]:
-        """Names of what may be a checkpoint, the newest first."""
-        found = [name for name in self.entries() if FOLDER.fullmatch(name)]
-        return sorted(found, key=_number, reverse=True)
+        """Names of the checkpoints, the newest first: folders called like one that have a checkpoint.json."""
+        return [name for name in self._called_so() if self.is_finished(name)]
+
+    def unfinished(self) -> list[str]:
+        """Names of what is called like a checkpoint and is none: a save that was cut off, a file of the user's."""
+        return [name for name in self._called_so() if not self.is_finished(name)]
+
+    def _called_so(self) -> list[str]:
+        return sorted((name for name in self.entries() if FOLDER.fullmatch(name)), key=_number, reverse=True)
+
+    def is_finished(self, name: str) -> bool:
+        """Whether it is a folder with a checkpoint.json. One that cannot be looked into is: reading it says why."""
+        try:
+            return INDEX in self.files(name)
+        except OSError as error:
+            return not _is_nothing(error)
 
     def next_name(self, step: int) -> str:
         """The name of the next checkpoint: later than every other's, whatever its step."""
-        numbers = [_number(name) for name in self.entries() if FOLDER.fullmatch(name)]
-        return f"{max(numbers, default=0) + 1:06d}-step-{step}"
+        taken = {_number(name) for name in self.entries()}
+        number = max(map(_number, self.committed()), default=0) + 1
+        while number in taken:
+            number += 1
+        name = f"{number:06d}-step-{step}"
+        if not FOLDER.fullmatch(name):
+            given = f"the next checkpoint in {self.said} would be called {name}"
+            needed = f"a number of at most {_MOST_NUMBER} and a step of at most 15 digits"
+            raise CheckpointError(explain(given, needed, "save to another folder"))
+        return name
+
+    def is_link(self, name: str) -> bool:
+        """Whether a checkpoint's name here is a link to a folder elsewhere."""
+        return False
+
+    def leads_to(self, name: str) -> str:
+        """The checkpoint here that a name leads to: itself, unless it is a link to another one here."""
+        return name
+
+    def _is_abandoned(self, name: str) -> bool:
+        """Whether it is what a dead writer left of a checkpoint."""
+        if not FOLDER.fullmatch(name) or self.is_link(name) or self.is_finished(name):
+            return False
+        try:
+            return all(_LEFT.fullmatch(file) for file in self.files(name))
+        except OSError:  # a file
+            return False
 
     def file(self, folder: str, name: str) -> str:
         """A file's path, for messages."""
@@ -106,9 +150,21 @@ def of(path: str | os.PathLike[str]) -> Place:
     return Remote(said) if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", said) else Local(said)
 
 
+def split(path: str) -> tuple[str, str | None]:
+    """A folder of checkpoints, and the name of one where the path ends in it."""
+    said = path if "://" in path or os.path.basename(path.rstrip("/")) not in (".", "..") else os.path.abspath(path)
+    root, slash, last = said.rstrip("/").rpartition("/")
+    return (root or slash or ".", last) if FOLDER.fullmatch(last) else (path, None)
+
+
 def _number(name: str) -> int:
     found = FOLDER.fullmatch(name)
     return int(found[1]) if found else -1
+
+
+def _is_nothing(error: OSError) -> bool:
+    """Whether there is no such folder, as opposed to one that cannot be read."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.ELOOP
 
 
 class Local(Place):
@@ -137,7 +193,7 @@ class Local(Place):
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            who = os.read(handle, 1000).decode(errors="replace")
+            who = os.read(handle, _MOST_IN_LOCK).decode(errors="replace")
             os.close(handle)
             raise CheckpointError(_taken(self.said, who)) from error
         os.truncate(handle, 0)
@@ -146,10 +202,8 @@ class Local(Place):
 
     def begin(self, name: str, bytes_needed: int) -> str:
         for entry in self.entries():
-            folder = self.root / entry
-            unfinished = FOLDER.fullmatch(entry) and folder.is_dir() and not (folder / INDEX).exists()
-            if _DRAFT.fullmatch(entry) or (unfinished and all(_FILE.fullmatch(n) for n in self.files(entry))):
-                shutil.rmtree(self.root / entry, ignore_errors=True)
+            if _DRAFT.fullmatch(entry) or self._is_abandoned(entry):
+                self.drop(entry)
         free = shutil.disk_usage(self.root).free
         if bytes_needed > free:
             given = f"{self.said} needs {bytes_needed:,} bytes and {free:,} are free"
@@ -181,14 +235,37 @@ class Local(Place):
         _flush(self.root)
 
     def drop(self, draft: str) -> None:
-        shutil.rmtree(self.root / draft, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if self.is_link(draft):
+                os.unlink(self.root / draft)
+        shutil.rmtree(self.root / draft, ignore_errors=True)  # follows no link
 
     def remove(self, name: str) -> None:
-        if not FOLDER.fullmatch(name):
-            raise CheckpointError(explain(f"{name!r} to be removed", "a checkpoint", "see dtorch checkpoint ls"))
-        os.unlink(self.root / name / INDEX)  # half a checkpoint must not look like one
-        _flush(self.root / name)
+        _refuse_another(name)
+        if self.is_link(name):
+            os.unlink(self.root / name)
+            return
+        folder = os.open(self.root / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.unlink(INDEX, dir_fd=folder)  # half a checkpoint must not look like one
+            os.fsync(folder)
+        finally:
+            os.close(folder)
         shutil.rmtree(self.root / name, ignore_errors=True)
+
+    def is_finished(self, name: str) -> bool:
+        try:
+            os.lstat(self.root / name / INDEX)
+        except OSError as error:
+            return not _is_nothing(error)
+        return True
+
+    def is_link(self, name: str) -> bool:
+        return os.path.islink(self.root / name)
+
+    def leads_to(self, name: str) -> str:
+        real = Path(os.path.realpath(self.root / name))
+        return real.name if real.parent == self.root else name
 
     def files(self, folder: str) -> dict[str, int]:
         return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.root / folder)}
@@ -263,7 +340,7 @@ class Remote(Place):
         if path in _remote_locks:
             return
         with contextlib.suppress(FileNotFoundError):
-            who = self.store.cat_file(path).decode(errors="replace")
+            who = self.store.cat_file(path, start=0, end=_MOST_IN_LOCK).decode(errors="replace")
             if not _dead(who):
                 raise CheckpointError(_taken(self.said, who))
         self.store.makedirs(self.root, exist_ok=True)
@@ -276,10 +353,8 @@ class Remote(Place):
 
     def begin(self, name: str, bytes_needed: int) -> str:
         for entry in self.entries():
-            if FOLDER.fullmatch(entry):
-                there = self.files(entry)
-                if INDEX not in there and all(_FILE.fullmatch(n) for n in there):
-                    self.store.rm(f"{self.root}/{entry}", recursive=True)
+            if self._is_abandoned(entry):
+                self.store.rm(f"{self.root}/{entry}", recursive=True)
         return name
 
     @contextmanager
@@ -303,8 +378,34 @@ class Remote(Place):
             self.store.rm(f"{self.root}/{draft}", recursive=True)
 
     def remove(self, name: str) -> None:
+        _refuse_another(name)
+        if self.is_link(name):
+            self.store.rm_file(f"{self.root}/{name}")
+            return
         self.store.rm_file(f"{self.root}/{name}/{INDEX}")
         self.store.rm(f"{self.root}/{name}", recursive=True)
+
+    def is_finished(self, name: str) -> bool:
+        try:
+            self.store.info(f"{self.root}/{name}/{INDEX}")
+        except OSError as error:
+            return not _is_nothing(error)
+        return True
+
+    def is_link(self, name: str) -> bool:
+        said = self._said_of(name)
+        return bool(said.get("islink")) or said.get("type") == "link"
+
+    def leads_to(self, name: str) -> str:
+        where = posixpath.join(self.root, str(self._said_of(name).get("destination") or name))
+        folder, last = posixpath.split(posixpath.normpath(where))
+        return last if folder == self.root else name
+
+    def _said_of(self, name: str) -> dict[str, Any]:
+        try:
+            return dict(self.store.info(f"{self.root}/{name}"))
+        except FileNotFoundError:
+            return {}
 
     def files(self, folder: str) -> dict[str, int]:
         self.store.invalidate_cache()
@@ -329,6 +430,12 @@ class Remote(Place):
 
 
 _remote_locks: dict[str, str] = {}
+
+
+def _refuse_another(name: str) -> None:
+    """Nothing is removed that is not called like a checkpoint."""
+    if not FOLDER.fullmatch(name):
+        raise CheckpointError(explain(f"{name!r} to be removed", "a checkpoint", "see dtorch checkpoint ls"))
 
 
 def _give_up(store: Any, path: str, mine: str) -> None:

@@ -8,7 +8,6 @@ draft is dropped, and all ranks hear the same.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -178,10 +177,9 @@ def _commit(
 
 
 def _prune(place: Place, keep: int) -> dict[str, Any]:
-    whole = []
-    for name in place.committed():
-        with contextlib.suppress(OSError):  # a file with a checkpoint's name is none
-            whole += [name] if INDEX in place.files(name) else []
-    for name in whole[keep:]:
-        place.remove(name)
+    names = place.committed()
+    needed = {place.leads_to(name) for name in names[:keep]}  # by links that stay, too
+    for name in names[keep:]:
+        if name not in needed:
+            place.remove(name)
     return {}

@@ -32,11 +32,26 @@ class Rows:
     """Whether it is the last batch of its epoch."""
     source: int = 0
     """Which loader it came from."""
+    summed: bool = False
+    """Whether the loss is a sum over them."""
+    copies: int = 1
+    """How many ranks have each row; `mine` counts them in parts."""
+    proof: float = -1.0
+    """What must be the same on all ranks, where each has read the whole batch; below 0: nothing."""
 
     @property
     def share(self) -> float:
         """The part of the global batch that is here."""
         return self.mine / self.everywhere
+
+
+@dataclass(eq=False)
+class Offer:
+    """A whole batch of a loader that was not given: the loop may be fed by it, or look at it for something else."""
+
+    rows: Rows
+    taken: bool = False
+    """Whether a backward was about it alone."""
 
 
 class Batches:
@@ -45,7 +60,15 @@ class Batches:
     def __init__(self) -> None:
         self.present: Rows | None = None
         """The batch in use: of the last forward that was recognised, else the last one handed out."""
+        self.settled: Rows | None = None
+        """What the last backward was about."""
+        self.offers: list[Offer] = []
+        """Since the last batch that was handed out, where nobody has taken them back."""
         self.models: list[nn.Module] = []
+        self.first: Callable[[], None] = lambda: None
+        """Called when loaders have begun to hand batches out."""
+        self._held: dict[int, set[float]] = {}
+        """Loaders whose epoch is over though somebody has kept batches, with the shares of these."""
         self._handed: dict[int, list[Rows]] = {}
         self._tags: dict[int, tuple[weakref.ref[Tensor], Rows]] = {}
         self._ahead: dict[int, set[float]] = {}
@@ -59,21 +82,46 @@ class Batches:
     @property
     def latest(self) -> Rows | None:
         """The batch a value computed now is most likely about."""
-        return self._aside[-1] if self._aside and not torch.is_grad_enabled() else self.present
+        if self._aside and not torch.is_grad_enabled():
+            return self._aside[-1]
+        return self.offers[0].rows if self.offers and not self._handed else self.present
 
     def arrived(self, rows: Rows, batch: Any) -> None:
         """A loader hands out a batch."""
         self._tag(rows, batch)
+        if rows.copies == 1:
+            self.first()
         if not torch.is_grad_enabled():
             self._aside.append(rows)
             self._listen(self.models)
             return
-        self.present, self._recognised, self._aside = rows, False, []
+        self.present, self._recognised, self._aside, self.offers = rows, False, [], []
+        self._held.pop(rows.source, None)
         handed = self._handed.setdefault(rows.source, [])
         handed.append(rows)
         if len(handed) > 1:
             self._listen([module for model in self.models for module in model.modules()])
             self._ahead.setdefault(rows.source, {handed[0].share}).add(rows.share)
+
+    def offered(self, rows: Rows) -> Offer:
+        """A loader that was not given hands out a whole batch."""
+        self.first()
+        offer = Offer(rows)
+        self.offers.append(offer)
+        return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """A whole batch is not in use any more."""
+        if offer in self.offers:
+            self.offers.remove(offer)
+
+    def walked(self, source: int) -> None:
+        """A loader's epoch is over: where somebody has kept its batches, they may come again without its doing."""
+        kept = {rows for ref, rows in list(self._tags.values()) if rows.source == source}
+        shares = {rows.share for rows in kept}
+        if len(shares) > 1:
+            self._held[source] = shares
+            self._listen([module for model in self.models for module in model.modules()])
 
     def _tag(self, rows: Rows, batch: Any) -> None:
         for leaf in tree_leaves(batch):
@@ -105,16 +153,31 @@ class Batches:
                 self.present, self._recognised = known[1], True
                 return
 
+    def done(self) -> None:
+        """The batch handed out last is done with, whether or not a backward came of it."""
+        self._handed, self._aside = {}, []
+
     def settle(self, *, explicit: bool) -> Rows | None:
         """At a backward: the rows its loss is over; refuses where that cannot be told and was not said."""
+        self.settled = self._settle(explicit)
+        return self.settled
+
+    def _settle(self, explicit: bool) -> Rows | None:
         handed, self._handed = self._handed, {}
         aside, self._aside = self._aside, []
+        if self.offers and not handed:
+            self.offers[0].taken = len(self.offers) == 1
+            return self.offers[0].rows
+        if handed:  # what stayed whole beside it was an evaluation's
+            aside = [given for given in aside if given.copies == 1]
         rows = self.present or (aside[-1] if aside else None)
         recognised, self._recognised = self._recognised, False
         if rows is None or explicit:
             return rows
         if not recognised and len(self._ahead.get(rows.source, ())) > 1:
             raise UsageError(_AHEAD)
+        if not recognised and len(self._held.get(rows.source, ())) > 1:
+            raise UsageError(_AGAIN)
         if not recognised and len({given.share for given in [rows, *aside]}) > 1:
             raise UsageError(_BETWEEN)
         self.present = rows
@@ -141,6 +204,13 @@ _BETWEEN = explain(
     "was given other tensors than the loader made (moved or changed on the way)",
     "to know which batch a loss belongs to, to weigh it exactly",
     "evaluate before the next batch is taken from the loader, or loss = dt.weight(loss, rows here)",
+)
+_AGAIN = explain(
+    "batches of an epoch that is over are used again (itertools.cycle?), with unequal rows on this rank, and the model "
+    "was given other tensors than the loader made (moved or changed on the way)",
+    "to know which batch a loss belongs to, to weigh it exactly",
+    "write `while True:` around `for batch in loader:`, use a batch size that the number of workers divides, or "
+    "loss = dt.weight(loss, rows here)",
 )
 _AHEAD = explain(
     "batches were taken from the loader ahead of their use, with unequal rows on this rank, and the model was given "

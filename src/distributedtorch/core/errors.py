@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator
+from typing import IO
+
 
 class DistributedTorchError(RuntimeError):
     """Every error of this library."""
@@ -34,8 +43,12 @@ class LockError(DistributedTorchError):
 class PeerError(DistributedTorchError):
     """Another rank ended or failed. Never the first cause: the supervisor looks further for that."""
 
-    rank: int | None = None
+    rank: int | None
     """Which one, where that is known."""
+
+    def __init__(self, *said: object, rank: int | None = None) -> None:
+        super().__init__(*said)
+        self.rank = rank
 
 
 class RankError(DistributedTorchError):
@@ -49,6 +62,42 @@ class RankError(DistributedTorchError):
         """The name of its error's class; empty where it was killed or exited."""
 
 
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Kinds of characters that a terminal acts on instead of showing them."""
+
+
+def shown(text: str) -> str:
+    """What other processes wrote, fit for a terminal: colours are left out, other control characters are spelt out."""
+    if text.isascii() and text.isprintable():
+        return text
+    signs = _COLOURS.sub("", text)
+    return "".join(
+        sign.encode("unicode_escape").decode() if sign not in "\n\t" and unicodedata.category(sign) in _UNSEEN else sign
+        for sign in signs
+    )
+
+
 def explain(given: str, needed: str, do: str) -> str:
     """One message in the library's three parts."""
     return f"{given}\n  needed: {needed}\n  do: {do}"
+
+
+def tell(text: str) -> None:
+    """Print a line on standard error; a reader that is gone, or a closed one, costs the line and not the run."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError), unread(sys.stderr):
+            print(shown(text), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def unread(stream: IO[str]) -> Iterator[None]:
+    """A block that writes to a stream. Where nobody will ever read that, the rest goes nowhere, without an error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -1,53 +1,464 @@
-"""What autograd recorded about the loss: refuses sums, counts the targets a mean is over.
+"""What autograd recorded about the loss: refuses what is no mean over rows, counts what a mean is over.
 
-Only what torch writes into the graph can be seen: the reduction of its own losses, ignored targets, class weights, a
-bare `.sum()` at the root. A sum divided by something is taken for a mean made by hand.
+The mean over ranks is the result of one process for means over rows, for sums of such means, and for functions of the
+parameters alone. The graph is read from its end: how numbers were reduced, added, multiplied and divided, the
+reduction of torch's own losses, ignored targets, class weights. A tensor has rows where its first dimension is as long
+as this rank's part of the batch. A sum divided by something is taken for a mean made by hand, and so is a sum times
+one over its rows; negated, or times any other number, it is a sum. Where the graph does not tell, nothing is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import combinations
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from distributedtorch.core.errors import UsageError, explain
 
+Link = tuple[Any, int]
+"""A node of the graph, and which of its results."""
+
 _MEAN, _SUM = 1, 2
-_THROUGH = ("AddBackward", "MulBackward", "SubBackward", "ToCopyBackward", "NegBackward", "ViewBackward", "SqueezeBack")
-_DEPTH = 6
+_STEPS = 256
+"""Nodes looked at in one backward, at most."""
+_DEPTH = 8
+_ADD = {"Add", "Sub", "Rsub"}
+_VIEW = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Permute", "Transpose"}
+_SAME = {*_VIEW, "ToCopy", "Clone", "Alias", "Neg"}
+_LINEAR = {*_ADD, *_SAME, "Mul", "Div", "T", "MaskedFill", "Where", "Slice"}
+_BEND = {"Sqrt", "Rsqrt", "Log", "Log2", "Log10", "Log1P", "Pow", "Exp", "Expm1", "Exp2", "Reciprocal"} | {
+    *("Sigmoid", "Tanh", "Softplus", "LogSigmoid")
+}
+_EACH = {*_LINEAR, *_BEND, "Abs", "Relu", "Clamp", "ClampMin", "ClampMax", "LeakyRelu", "Elu", "Gelu", "Silu"}
+_OF_ALL = {"LinalgVectorNorm", "Norm", "Std", "Var", "Max", "Min", "Prod"}
+_CONTRACT = {"Dot", "Bmm", "Mm", "Mv"}
+_BLINDING = {"Bmm", "Baddbmm", "Mv", "Dot", "Logsumexp", "ScatterAdd", "IndexAdd", "Cdist"}
+_PICK = {"Embedding", "Index", "IndexSelect", "Gather", "MaskedSelect"}
 
 
-def kept_units(roots: Sequence[Tensor], world: int) -> float | None:
+class Kind(Enum):
+    """What a value is over the rows of a batch."""
+
+    FREE = "a function of parameters alone"
+    MEAN = "a mean over rows"
+    SUM = "a sum over rows"
+    HAND = "a sum over rows divided by a number"
+    MAYBE = "a sum, most likely over rows"
+    OPEN = "not reduced over rows"
+    BLIND = "not to be told"
+
+
+_CERTAIN = (Kind.MEAN, Kind.SUM, Kind.HAND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What the means of a loss are over on this rank."""
+
+    kept: float | None = None
     """Targets that count in torch's mean losses over classes; None where torch records none."""
+    counts: tuple[float, ...] = ()
+    """How many values each other mean is over."""
+
+
+def read(roots: Sequence[Tensor], world: int, rows: int) -> Seen:
+    """Look at the losses a backward begins at. `rows`: of this rank in the present batch; 0 where nobody knows.
+
+    Raises:
+        UsageError: A loss is not what the mean over ranks can be exact for.
+    """
     if world == 1:
-        return None
-    kept: list[float] = []
+        return Seen()
+    reader = _Reader(rows)
     for root in roots:
         if root.grad_fn is not None and root.numel() == 1:
-            _inspect(root.grad_fn, kept, 0)
-    return sum(kept) if kept else None
+            reader.over, reader.mixed = (), False
+            if reader.number((root.grad_fn, root.output_nr)) in (Kind.SUM, Kind.MAYBE):
+                raise UsageError(_mixed(reader.over) if reader.mixed else _summed(root.grad_fn, reader.over))
+    return Seen(kept=sum(reader.kept) if reader.kept else None, counts=tuple(reader.counts))
 
 
-def _inspect(node: Any, kept: list[float], depth: int) -> None:
-    name = node.name()
-    reduction = getattr(node, "_saved_reduction", None)
-    if reduction == _SUM or (depth == 0 and name.startswith("SumBackward")):
-        raise UsageError(
-            explain(
-                f"the loss is a sum ({name})",
-                "a mean over samples: a sum would grow with the batch and shrink with the number of ranks",
-                "reduction='mean', or divide by the rows at hand, or loss = dt.weight(loss / n, n)",
-            )
-        )
-    if reduction == _MEAN and name.startswith("NllLoss"):
-        kept.append(_nll_units(node))
-    if depth < _DEPTH and name.startswith(_THROUGH):
-        for parent, _ in node.next_functions:
-            if parent is not None:
-                _inspect(parent, kept, depth + 1)
+def over_rows(loss: Tensor, rows: int) -> Kind:
+    """What a loss is, as far as its graph tells."""
+    return Kind.BLIND if loss.grad_fn is None else _Reader(rows).number((loss.grad_fn, loss.output_nr))
 
 
-def _nll_units(node: Any) -> float:
-    total: Tensor = node._saved_total_weight
-    return float(total)
+class _Reader:
+    """One walk from the end of a graph."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.left = _STEPS
+        self.kept: list[float] = []
+        self.counts: list[float] = []
+        self.over: tuple[int, ...] = ()
+        """The shape of what was summed last."""
+        self.mixed = False
+        """Whether a sum over rows was added to something else."""
+
+    # Numbers.
+
+    def number(self, link: Link) -> Kind:
+        """What a value of one number is."""
+        node, _ = link
+        stem, reduction = _stem(node), getattr(node, "_saved_reduction", 0)
+        self.left -= 1
+        if self.left < 0:
+            return Kind.BLIND
+        if reduction in (_MEAN, _SUM):
+            return self._loss(node, stem, reduction)
+        if stem in _ADD:
+            return self._joined(self._addends(link))
+        if stem in _SAME:
+            return self.number(_parents(node)[0])
+        if stem in _BEND:
+            return self._bent(node, stem)
+        if stem in _OF_ALL:
+            return self._of_all(node, stem)
+        if stem in _CONTRACT:
+            return self._contracted(node)
+        return self._reduced_or_scaled(node, stem)
+
+    def _reduced_or_scaled(self, node: Any, stem: str) -> Kind:
+        if stem == "Mul":
+            return self._product(node)
+        if stem == "Div":
+            return self._quotient(node)
+        if stem in ("Sum", "Mean"):
+            return self._reduced(node, stem)
+        return self._leaf(node) if stem == "" else Kind.BLIND
+
+    def _loss(self, node: Any, stem: str, reduction: int) -> Kind:
+        """One of torch's own losses."""
+        parents = _parents(node)
+        if all(self.tensor(parent) is Kind.FREE for parent in parents):
+            return Kind.FREE
+        shape = _shape(parents[0])
+        if reduction == _SUM:
+            self.over = shape
+            return Kind.SUM
+        if stem.startswith("NllLoss"):
+            self.kept.append(float(node._saved_total_weight))
+            return Kind.MEAN
+        self.counts.append(float(math.prod(shape)))
+        return Kind.MEAN if self._like(shape) else Kind.BLIND
+
+    def _addends(self, link: Link) -> Iterator[Link]:
+        left = [link]
+        while left:
+            node, number = left.pop()
+            self.left -= 1
+            if self.left > 0 and _stem(node) in _ADD:
+                left += _parents(node)[::-1]
+            else:
+                yield node, number
+
+    def _joined(self, links: Iterable[Link]) -> Kind:
+        """What a sum of numbers is."""
+        found = [(link, self.number(link)) for link in links]
+        kinds = {kind for _, kind in found} - {Kind.FREE}
+        if self._all_rows([link for link, _ in found]):
+            self.over, kinds = (self.rows,), {Kind.SUM}
+        if Kind.SUM in kinds:
+            self.mixed = self.mixed or bool(kinds & {Kind.MEAN, Kind.HAND, Kind.BLIND})
+            return Kind.SUM
+        if not kinds:
+            return Kind.FREE
+        if kinds == {Kind.MEAN, Kind.HAND}:
+            return Kind.HAND
+        return kinds.pop() if len(kinds) == 1 else Kind.BLIND
+
+    def _all_rows(self, links: list[Link]) -> bool:
+        """Whether each of these is about one row, and all rows are there."""
+        if self.rows < 2 or len(links) < self.rows:
+            return False
+        return len({self._row(link) for link in links} - {None}) == self.rows
+
+    def _row(self, link: Link) -> int | None:
+        """The row that was taken out of a tensor for this number."""
+        for _ in range(_DEPTH):
+            parents = _parents(link[0])
+            if len(parents) != 1:
+                return None
+            link = parents[0]
+            node, number = link
+            stem, shape = _stem(node), _shape(link)
+            if stem not in ("Unbind", "Select", "Slice"):
+                continue
+            inner = shape[1:] if stem == "Slice" else shape
+            whole = len(node._input_metadata) if stem == "Unbind" else int(node._saved_self_sym_sizes[0])
+            if _dims(node, len(inner) + 1) != (0,) or (stem == "Slice" and shape[0] != 1):
+                continue
+            if whole != self.rows or inner[:1] == (self.rows,):
+                return None
+            return number if stem == "Unbind" else int(node._saved_index if stem == "Select" else node._saved_start)
+        return None
+
+    def _product(self, node: Any) -> Kind:
+        kinds = [self.number(parent) for parent in _parents(node)]
+        if len(kinds) == 1:
+            by_hand = kinds[0] in (Kind.SUM, Kind.MAYBE) and self._over_rows(_constant(node))
+            return kinds[0] if not by_hand else Kind.HAND if kinds[0] is Kind.SUM else Kind.BLIND
+        if Kind.FREE in kinds:
+            return kinds[1 - kinds.index(Kind.FREE)]
+        if all(one in _CERTAIN for one in kinds):
+            raise UsageError(_not_a_mean("a product of two reductions over rows"))
+        return Kind.SUM if Kind.SUM in kinds else Kind.BLIND
+
+    def _quotient(self, node: Any) -> Kind:
+        above, below = (*node.next_functions, (None, 0))[:2]
+        upper = self.number(above) if above[0] is not None else Kind.FREE
+        if below[0] is None:
+            if upper not in (Kind.SUM, Kind.MAYBE):
+                return upper
+            value = _constant(node)
+            self.counts += [] if value is None else [value]
+            return Kind.HAND if upper is Kind.SUM else Kind.BLIND
+        lower = self.number(below)
+        if lower in _CERTAIN and upper in (*_CERTAIN, Kind.FREE):
+            raise UsageError(_not_a_mean("divided by a reduction over rows"))
+        return upper if lower is Kind.FREE and upper in (Kind.FREE, Kind.MEAN, Kind.HAND) else Kind.BLIND
+
+    def _bent(self, node: Any, stem: str) -> Kind:
+        inner = self.number(_parents(node)[0])
+        if inner is Kind.FREE or getattr(node, "_saved_exponent", None) == 1:
+            return inner
+        if inner in _CERTAIN:
+            raise UsageError(_not_a_mean(f"{stem.lower()} of {inner.value}"))
+        return Kind.BLIND
+
+    def _of_all(self, node: Any, stem: str) -> Kind:
+        """A norm, a spread or an extreme of all numbers of a tensor."""
+        parent = _parents(node)[0]
+        shape = _shape(parent)
+        pieces = _pieces(parent)
+        if pieces is not None:
+            return Kind.FREE if all(self.number(one) is Kind.FREE for one in pieces) else Kind.BLIND
+        inner, dims = self.tensor(parent), _dims(node, len(shape))
+        if inner is Kind.OPEN and self._exact(shape) and (dims is None or 0 in dims):
+            raise UsageError(_not_a_mean(f"one {stem.removeprefix('LinalgVector').lower()} of all rows"))
+        return Kind.FREE if inner is Kind.FREE else Kind.BLIND
+
+    def _contracted(self, node: Any) -> Kind:
+        """A product of tensors that has come to one number (dot, einsum)."""
+        parents = _parents(node)
+        if all(self.tensor(one) is Kind.FREE for one in parents) and len(parents) == len(node.next_functions):
+            return Kind.FREE
+        shapes = [shape for parent in parents for shape in _shapes(parent) if self._exact(shape)]
+        if not shapes:
+            return Kind.BLIND
+        self.over = shapes[0]
+        return Kind.BLIND if len(parents) == 1 and self._are_shares(node) else Kind.SUM
+
+    def _are_shares(self, node: Any) -> bool:
+        """Whether the constant factor of a product of tensors makes a mean of it."""
+        given = _constants(node)
+        if given is None or not given.is_floating_point():
+            return given is None
+        low, high, total = (float(value) for value in (given.min(), given.max(), given.sum()))
+        return math.isclose(total, 1.0, rel_tol=1e-5) or (low == high and self._over_rows(low))
+
+    def _reduced(self, node: Any, stem: str) -> Kind:
+        """A sum or mean of all numbers of a tensor."""
+        sizes, parent = tuple(node._saved_self_sym_sizes), node.next_functions[0]
+        if not sizes:
+            return self.number(parent)
+        pieces = _pieces(parent)
+        if pieces is not None:
+            joined = self._joined(pieces)
+            return Kind.MEAN if stem == "Mean" and self._all_rows(pieces) else joined
+        inner, dims = self.tensor(parent), _dims(node, len(sizes))
+        if inner in (Kind.FREE, *_CERTAIN):
+            self.over = sizes
+            return inner
+        if dims is not None and 0 not in dims:
+            return Kind.BLIND
+        if stem == "Sum":
+            self.over = sizes
+            return Kind.SUM if inner is Kind.OPEN and self._exact(sizes) else Kind.MAYBE
+        self.counts.append(float(math.prod(sizes)))
+        return Kind.MEAN if inner is Kind.OPEN and self._like(sizes) else Kind.BLIND
+
+    # Tensors.
+
+    def tensor(self, link: Link, depth: int = 0) -> Kind:
+        """What a tensor is whose numbers are still to be reduced."""
+        node, _ = link
+        stem = _stem(node)
+        self.left -= 1
+        if stem == "":
+            return self._leaf(node)
+        if self.left < 0 or depth > _DEPTH:
+            return Kind.BLIND
+        if stem in ("Sum", "Mean"):
+            return self._along(node, stem, depth)
+        if stem in _EACH:
+            return self._each(link, stem, depth)
+        return self._layer(link, stem, depth)
+
+    def _leaf(self, node: Any) -> Kind:
+        return Kind.FREE if isinstance(getattr(node, "variable", None), nn.Parameter) else Kind.OPEN
+
+    def _each(self, link: Link, stem: str, depth: int) -> Kind:
+        """Element by element; a function of parameters that rows have made larger is one of rows."""
+        parents = _parents(link[0])
+        kinds = {self.tensor(parent, depth + 1) for parent in parents}
+        if kinds == {Kind.FREE}:
+            grown = math.prod(_shape(link)) > max(math.prod(_shape(parent)) for parent in parents)
+            return Kind.OPEN if grown and stem != "Slice" else Kind.FREE
+        kinds -= {Kind.FREE}
+        only = kinds.pop() if len(kinds) == 1 else Kind.BLIND
+        if stem in ("Mul", "Div") and (len(parents) > 1 or self._divides(link, stem)):
+            return only if only is Kind.OPEN and len(parents) > 1 else Kind.BLIND
+        return only if only is Kind.OPEN or stem in _LINEAR else Kind.BLIND
+
+    def _divides(self, link: Link, stem: str) -> bool:
+        """Whether the constants a tensor is multiplied or divided by may make a mean of its sum."""
+        number = _constant(link[0])
+        if number is not None:
+            self.over = _shape(link)
+            return number == 0 or self._over_rows(1 / number if stem == "Div" else number)
+        given = _constants(link[0])
+        return given is not None and given.is_floating_point() and int((given.abs() >= 1).sum()) < 2
+
+    def _along(self, node: Any, stem: str, depth: int) -> Kind:
+        """Summed or averaged along some dimensions."""
+        sizes = tuple(node._saved_self_sym_sizes)
+        dims, inner = _dims(node, len(sizes)), self.tensor(node.next_functions[0], depth + 1)
+        if inner in (Kind.FREE, *_CERTAIN) or (dims is not None and 0 not in dims):
+            return inner
+        if dims is None or inner is not Kind.OPEN:
+            return Kind.BLIND
+        if stem == "Mean":
+            return Kind.MEAN if not self.rows or sizes[0] % self.rows == 0 else Kind.BLIND
+        return Kind.SUM if self._exact(sizes) and self.rows not in sizes[1:] else Kind.BLIND
+
+    def _layer(self, link: Link, stem: str, depth: int) -> Kind:
+        """Anything else: of parameters alone where nothing else goes in."""
+        node, _ = link
+        parents, shape = _parents(node), _shape(link)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return Kind.BLIND
+        if stem not in _PICK and len(parents) == len(node.next_functions):
+            kinds = {self.tensor(parent, depth + 3) for parent in parents}
+            if kinds == {Kind.FREE}:
+                return Kind.FREE
+        return Kind.BLIND if stem in _BLINDING or 0 in (_dims(node, len(shape) or 1) or ()) else Kind.OPEN
+
+    # Rows.
+
+    def _exact(self, shape: tuple[int, ...]) -> bool:
+        return self.rows > 1 and shape[:1] == (self.rows,)
+
+    def _like(self, shape: tuple[int, ...]) -> bool:
+        return self.rows > 1 and bool(shape) and shape[0] > 0 and shape[0] % self.rows == 0
+
+    def _over_rows(self, factor: float | None) -> bool:
+        """Whether a factor of a sum is most likely one over its rows, times some plainer number."""
+        if factor is None or not self.over or self.over[0] == 1:
+            return True
+        first, *rest = self.over
+        sizes = {first * math.prod(some) for n in range(len(rest) + 1) for some in combinations(rest, n)}
+        made = [abs(factor) * size for size in sizes]
+        if any(math.isclose(one, plain, rel_tol=1e-5) for one in made for plain in (0.5, 1.0)):
+            return True
+        return abs(factor) < 1.0 and any(_digits(one) < _digits(factor) for one in made)
+
+
+def _digits(value: float) -> int:
+    """Significant decimal digits."""
+    return len(f"{abs(value):.6g}".split("e")[0].replace(".", "").strip("0"))
+
+
+def _stem(node: Any) -> str:
+    """The name of the operation; empty for a leaf."""
+    name: str = node.name()
+    return "" if name.endswith("AccumulateGrad") else name.partition("Backward")[0]
+
+
+def _parents(node: Any) -> list[Link]:
+    return [link for link in node.next_functions if link[0] is not None]
+
+
+def _shape(link: Link) -> tuple[int, ...]:
+    node, number = link
+    if _stem(node) == "":
+        return tuple(node.variable.shape)
+    return tuple(node._input_metadata[number].shape)
+
+
+def _pieces(link: Link) -> list[Link] | None:
+    """The numbers a tensor is put together from, where it is."""
+    node, _ = link
+    if _stem(node) not in ("Stack", "Cat"):
+        return None
+    parents = _parents(node)
+    return parents if all(math.prod(_shape(parent)) == 1 for parent in parents) else None
+
+
+def _shapes(link: Link) -> list[tuple[int, ...]]:
+    """The shapes a tensor had before it was only viewed otherwise."""
+    found = [_shape(link)]
+    while _stem(link[0]) in _VIEW and len(found) < _DEPTH:
+        link = _parents(link[0])[0]
+        found.append(_shape(link))
+    return found
+
+
+def _dims(node: Any, number: int) -> tuple[int, ...] | None:
+    """The dimensions an operation has named; None: none, so all."""
+    given = getattr(node, "_saved_dim", None)
+    named = () if given is None else (given,) if isinstance(given, int) else tuple(given)
+    return tuple((dim - 2**64 if dim >= 2**63 else dim) % max(number, 1) for dim in named) or None
+
+
+def _constant(node: Any) -> float | None:
+    """The number a value is multiplied or divided by, where it has no gradient."""
+    for name in ("_saved_other", "_saved_self"):
+        value = getattr(node, name, None)
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return float(value.detach())
+    return None
+
+
+def _constants(node: Any) -> Tensor | None:
+    """The tensor without gradient a value is multiplied or divided by."""
+    names = ("_saved_other", "_saved_tensor", "_saved_mat2", "_saved_vec", "_saved_self")
+    return next((value for name in names if isinstance(value := getattr(node, name, None), Tensor)), None)
+
+
+_DO = "loss / n for a mean over the n rows here, or loss = dt.weight(loss, n, sum=True) to train on the sum over all"
+
+
+def _summed(node: Any, shape: tuple[int, ...]) -> str:
+    of = f", of a tensor of shape {shape}" if shape else ""
+    return explain(
+        f"the loss is a sum over rows ({node.name()}{of})",
+        "a mean over samples: a sum would grow with the batch and shrink with the number of ranks",
+        f"reduction='mean', or {_DO}",
+    )
+
+
+def _mixed(shape: tuple[int, ...]) -> str:
+    of = f" (of a tensor of shape {shape})" if shape else ""
+    return explain(
+        f"the loss adds a sum over rows{of} to something else",
+        "means over samples only: a sum would shrink with the number of ranks, and a mean would not",
+        "divide the sum by the n rows here; where all addends are sums, loss = dt.weight(loss, n, sum=True)",
+    )
+
+
+def _not_a_mean(form: str) -> str:
+    return explain(
+        f"the loss is not a mean over rows, nor a sum of such means: {form}",
+        "a mean over samples: each rank would take the root, log, power, product or ratio of its own rows' value only",
+        "apply it to each sample, before the mean; or leave it out (the root or log of a loss has the same minimum)",
+    )

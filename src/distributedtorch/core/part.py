@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from distributedtorch.core import nccl
 from distributedtorch.core.comm import Comm
+from distributedtorch.core.listeners import sealed
 
 APART = "its ranks are on several hosts"
 
@@ -40,7 +41,9 @@ def part(whole: Comm, groups: Sequence[Sequence[int]], label: str) -> Comm:
     else:
         made.unshared = whole.unshared or APART
     if nccl.is_there():
-        known = [(ranks, dist.new_group(list(ranks))) for ranks in groups]  # every rank has to make all of them
+        bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+        with sealed(also_nccl=bound):
+            known = [(ranks, dist.new_group(list(ranks))) for ranks in groups]  # every rank has to make all of them
         made.group = next(group for ranks, group in known if ranks is members)
     return made
 

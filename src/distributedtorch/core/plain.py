@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from distributedtorch.core.errors import DesyncError
+
 _SHAPE = "value"
 """Where the shape is, among the numbers of tensors."""
 
@@ -28,6 +30,22 @@ def unpack(data: bytes) -> Any:
     """The value that `pack` was given; tensors come back on the CPU."""
     tensors = load(data)
     return _decode(json.loads(bytes(tensors[_SHAPE].tolist())), tensors)
+
+
+def heard(data: bytes, most: int = 1 << 16) -> Any:
+    """A short JSON text that another process has said, or that someone has put in its place.
+
+    Raises:
+        DesyncError: It is too long, or none.
+    """
+    if len(data) > most:
+        raise DesyncError(
+            f"{len(data)} bytes in the store where a rank says at most {most}: no rank of this job said that"
+        )
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DesyncError(f"something else than JSON in the store, which no rank of this job said: {error}") from None
 
 
 def write(path: Path, value: Any) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from distributedtorch.core import reach
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.listeners import sealed
 from distributedtorch.core.pairs import peer_errors
 
 _ASK = 0
@@ -64,7 +65,8 @@ class Pull:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self.group = dist.new_group(backend="gloo", timeout=_IDLE_FOR_EVER)
+        with sealed():
+            self.group = dist.new_group(backend="gloo", timeout=_IDLE_FOR_EVER)
         self.pieces: list[Tensor] = []
         self.editions: list[int] = []
         self.reach: reach.Reach | None = None

@@ -194,7 +194,7 @@ class Board:
         """The same for some of the ranks: only their ends are the end of their exchanges, but all wake it."""
         pids, names = ([each[k] for k in places] for each in (self.pids, self.names))
         part = Board(places.index(self.rank), [self.segments[k] for k in places], pids, self.say, names)
-        part.whole, part._ringing, part.seconds_to_wait = self, self._ringing, self.seconds_to_wait
+        part.whole, part._ringing = self, self._ringing
         part._others, part._bells = self._others, _bells(self._others)
         return part
 
@@ -233,9 +233,11 @@ class Board:
             if self.reached(peer, line, word, value):  # who was waiting for the same may have ended since, in order
                 return
             if ended:
-                raise PeerError(f"rank {self.whole._first(self.names[ended[0]])} is gone (its process has ended)")
-            if waited > self.seconds_to_wait:
-                raise PeerError(f"rank {self.names[peer]} has not come for {waited:.0f} s")
+                rank = self.whole._first(self.names[ended[0]])
+                raise PeerError(f"rank {rank} is gone (its process has ended)", rank=rank)
+            if waited > self.whole.seconds_to_wait:
+                rank = self.names[peer]
+                raise PeerError(f"rank {rank} has not come for {waited:.0f} s", rank=rank)
             if waited > _SECONDS_TO_SUSPECT:
                 self.whole._name_stopped()
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distributedtorch.core import segment
+from distributedtorch.core.errors import shown
+from distributedtorch.core.plain import heard
 from distributedtorch.core.pool import Pool
 from distributedtorch.core.segment import LINES, Board, Own, Segment
 from distributedtorch.core.transfer import BEGUN, READ, Brief, Job, Transfer
@@ -251,7 +253,7 @@ def share(
     for used in made if reason else made[1:]:
         used.close()  # private views are made of the first rank's only
     if reason:
-        return None, [], reason
+        return None, [], shown(reason)
     assert own is not None
     shared = Shared(near.index(rank), own, segments, board, lambda name: _number(store, name))
     return shared, list(hosts.values()), ""
@@ -259,7 +261,7 @@ def share(
 
 def _all(rank: int, world: int, store: Store, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
     store.set(f"shared/{what}/{rank}", json.dumps(mine))
-    return [json.loads(store.get(f"shared/{what}/{k}")) for k in range(world)]
+    return [heard(store.get(f"shared/{what}/{k}")) for k in range(world)]
 
 
 def _number(store: Store, name: str) -> int:

@@ -12,17 +12,19 @@ feeding a discriminator, or a gradient penalty, would meet it twice).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from distributedtorch.core.batches import Batches, Rows
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
-from distributedtorch.core.loss import kept_units
+from distributedtorch.core.loss import Seen, read
+from distributedtorch.core.proof import Drawn
 from distributedtorch.core.scale import LossScale
 from distributedtorch.core.sync import Sync
 from distributedtorch.core.window import StandIn, Window
@@ -43,13 +45,19 @@ class Member:
         """Rows (units) of each batch of the present window, also of those that gave this member no gradient."""
         self.counted = -1
         """The last batch of the window that did give it one."""
+        self.summed: bool | None = None
+        """Whether the losses of the present window are sums (`dt.weight(…, sum=True)`); None before the first."""
         self.weight = 1.0
         self.closing = True
         """Whether the present batch ends the window, so that `step` is to act."""
         self.exchanging = True
         """Whether the present backward exchanges."""
         self.window = Window()
+        self.fed: list[Rows] = []
+        """Under `accumulate`, the batches that gave it gradients since `step` was called last."""
         self.hooks: list[RemovableHandle] = []
+        self.let_go: Callable[[], None] = lambda: None
+        """What makes the objects of its optimizer plain again. A group call."""
 
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank that is still to be exchanged."""
@@ -61,15 +69,27 @@ class Loop:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self.kept: float | None = None
+        self.losses = Seen()
+        """What the means of the present backward's losses are over on this rank."""
         self.share = 1.0
         """How much this rank's gradient counts in the present backward, 1 where all ranks have equal rows."""
         self.present_units = 1.0
+        self.void = False
+        """Whether the present loss is over no units on this rank: what is not a number in its gradient is zero."""
         self._own_hooks = 0
+        self._of_loader = False
+        """Whether the last proof is of a batch that a loader has handed out."""
         self._broken = False
         """A backward ended in an exception."""
         self.members: list[Member] = []
         self.batches = Batches()
+        self.drawn: Drawn | None = None
+        """What ranks compute, until a loader hands batches out."""
+        self.own_batches = False
+        """Whether each rank is to draw its own."""
+        self.alike = False
+        """Whether batches that no loader has handed out were the same on all ranks."""
+        self._proof = -1.0
         self.explicit: Rows | None = None
         """Set by `dt.weight`: the loss is weighted already, parameters must not be again."""
         self.loss_scale: LossScale | None = None
@@ -91,14 +111,22 @@ class Loop:
         """What this rank alone asked for, to be carried out by all after a step (saves)."""
         self.requested = 0
         """The most such requests any rank had at the last exchange."""
+        self.before_backward: list[Callable[[], None]] = []
+        """Called once, before the next backward or step: what could not be made ready earlier."""
+        self.updating = False
+        """Whether an optimizer's own update runs: it may call others'."""
         self._original: Callable[..., None] | None = None
 
     def stepped(self, members: Sequence[Member]) -> None:
         """An optimizer has stepped: its window is over."""
         self.steps += 1
+        if self.drawn is not None:
+            self.drawn.stepped()
+            if self.drawn.over and not self.own_batches:
+                self.look_no_more()
         for member in members:
             member.calls, member.units, member.touched_since_step, member.closing = 0, [], False, True
-            member.counted = -1
+            member.counted, member.summed, member.fed = -1, None, []
             member.seen = [False] * len(member.seen)
             member.window.stepped()
             member.sync.stepped()
@@ -131,10 +159,25 @@ class Loop:
             member.hooks.append(param.register_post_accumulate_grad_hook(self._hook(member, index)))
             if self._own_hooks:
                 member.hooks.append(param.register_hook(self._weigher(member)))
+        self.stand()
+        return member
+
+    def stand(self) -> None:
+        """Stand around every backward from now on."""
         if self._original is None:
             self._original = torch.autograd.backward
             torch.autograd.backward = self._around(self._original)
-        return member
+
+    @property
+    def expects(self) -> bool:
+        """Whether gradients are weighed or exchanged, or will be."""
+        return bool(self.members or self.before_backward)
+
+    def make_ready(self) -> None:
+        """Do what is to be done before the next backward or step. A group call where there is something to do."""
+        waiting, self.before_backward = self.before_backward, []
+        for act in waiting:
+            act()
 
     def remove(self, member: Member) -> None:
         """Let one sync go."""
@@ -148,17 +191,23 @@ class Loop:
             for hook in member.hooks:
                 hook.remove()
         self.batches.close()
+        self.look_no_more()
+        self.own_batches, self.alike, self._proof = False, False, -1.0
         self.members, self.batches, self.explicit, self._own_hooks = [], Batches(), None, 0
         self.requests, self.requested, self._broken, self.loss_scale = [], 0, False, None
+        self.before_backward = []
         if self._original is not None:
             torch.autograd.backward, self._original = self._original, None
 
     def _hook(self, member: Member, index: int) -> Callable[[Tensor], None]:
-        name = member.sync.names[index]
+        name, given = member.sync.names[index], member.sync.params[index]
+        plain, dtype, device = type(given) is torch.nn.Parameter, given.dtype, given.device
 
         def hook(param: Tensor) -> None:
             if self.depth == 0:
                 raise UsageError(_unseen_backward(name))
+            if plain and (param.dtype is not dtype or param.device != device):  # others tell when they are changed
+                raise UsageError(_converted(name, f"{dtype} on {device}", f"{param.dtype} on {param.device}"))
             foreign = len(param._backward_hooks or ()) - self._own_hooks
             if foreign > 0 and self.comm.world > 1:
                 raise UsageError(_hooked(name))
@@ -183,7 +232,11 @@ class Loop:
 
     def _weigher(self, member: Member) -> Callable[[Tensor], Tensor | None]:
         def weigh(grad: Tensor) -> Tensor | None:
-            if member.weight == 1.0 or not self.depth:  # torch.autograd.grad stays as it is
+            if not self.depth:  # torch.autograd.grad stays as it is
+                return None
+            if self.void and not grad.is_sparse:
+                return grad.nan_to_num(0.0, math.inf, -math.inf) * member.weight
+            if member.weight == 1.0:
                 return None
             return grad * member.weight if member.weight else torch.zeros_like(grad)
 
@@ -201,6 +254,7 @@ class Loop:
                     return original(tensors, *args, **kwargs)
                 finally:
                     self.depth -= 1
+            self.make_ready()
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if self.loss_scale is not None:
                 args, kwargs = self._scaled(roots, args, kwargs)
@@ -231,20 +285,27 @@ class Loop:
         if self._broken and self.comm.world > 1:
             raise DesyncError(_BROKEN)
         self.backwards += 1
-        rows = self.batches.settle(explicit=self.explicit is not None)
+        rows = self._own_rows() or self.batches.settle(explicit=self.explicit is not None)
+        if rows is not None and rows.proof >= 0:
+            self._proof = rows.proof
         rows = self.explicit or rows
-        self.kept = None if self.explicit else kept_units(roots, self.comm.world)
+        mine = 0 if rows is None else round(rows.mine * rows.copies)
+        losses = [root for root in roots if not root.is_meta]
+        self.losses = Seen() if self.explicit else read(losses, self.comm.world, mine)
         for observe in self.observers:
             observe(roots, rows)
         share = 1.0 if rows is None or self.explicit else rows.mine * self.comm.world / rows.everywhere
-        self.share = share
+        self.share, self.void = share, self.explicit is not None and not self.explicit.mine
         self.present_units = rows.everywhere if rows else 1.0
         for member in self.members:
             member.touched = False
             member.seen = [False] * len(member.seen)
             member.closing = member.calls + 1 >= member.accumulate or bool(rows and rows.last)
+            if member.fed and not member.sync.pending and all(param.grad is None for param in member.sync.params):
+                member.fed = []  # the user has dropped what they gave
             self._count(member)
-            member.weight = share * self.present_units / member.units[0] if member.units else share
+            windowed = member.units and not self._summed
+            member.weight = share * self.present_units / member.units[0] if windowed else share
             self._stand_down(member)
             member.window.begin()
             defers = self._learns(member) and member.window.defers
@@ -253,8 +314,34 @@ class Loop:
             member.sync.root = self.loss_scale.value if self.loss_scale is not None and roots else 1.0
             shows = member.exchanging if member.sync.lockstep else member.closing
             member.sync.begin(exchange=member.exchanging, hide=not shows)
-        if any(member.weight != 1.0 for member in self.members):
+        if self.void or any(member.weight != 1.0 for member in self.members):
             self._weigh_parameters()
+
+    @property
+    def _summed(self) -> bool:
+        """Whether the present loss is a sum over the units of all ranks, which counts in full in its window."""
+        return self.explicit is not None and self.explicit.summed
+
+    def look(self, models: Sequence[nn.Module]) -> None:
+        """Look at what models are given, until loaders hand batches out."""
+        if self.drawn is None:
+            self.drawn = Drawn(lambda: self.depth > 0)
+            self.batches.first = self.look_no_more
+        self.drawn.watch(models, inside=not self.own_batches)
+
+    def look_no_more(self) -> None:
+        """Loaders hand batches out, or nobody distributes any more: do not look at what models are given."""
+        if self.drawn is not None:
+            self.drawn.close()
+            self.drawn = None
+
+    def _own_rows(self) -> Rows | None:
+        """The batch that is in use, where each rank draws its own: as many rows on every rank."""
+        mine = self.drawn.rows if self.own_batches and self.drawn is not None else None
+        if mine is None:
+            return None
+        self.batches.settled = Rows(mine=mine, everywhere=mine * self.comm.world)
+        return self.batches.settled
 
     def _count(self, member: Member) -> None:
         """A window grows by the present batch, whether or not that will give this member a gradient."""
@@ -267,9 +354,22 @@ class Loop:
     def _touch(self, member: Member) -> None:
         """The first gradient of this backward for this member."""
         member.touched = member.touched_since_step = True
-        member.counted = member.calls
-        window = member.units[0] / sum(member.units) if member.units else 1.0
+        if member.summed not in (None, self._summed) and member.accumulate > 1:
+            raise UsageError(_SUM_AND_MEAN)
+        member.counted, member.summed = member.calls, self._summed
+        if member.accumulate > 1:
+            self._one_batch_per_step(member)
+        window = member.units[0] / sum(member.units) if member.units and not member.summed else 1.0
         member.sync.scale = window / self.comm.world / member.sync.root
+
+    def _one_batch_per_step(self, member: Member) -> None:
+        """Refuse a window that the loop makes by hand inside the plan's: `step` is called after every batch."""
+        rows = self.batches.present
+        if rows is None or any(rows is known for known in member.fed):
+            return
+        if any(rows.source == known.source for known in member.fed):
+            raise UsageError(_by_hand(member.accumulate))
+        member.fed.append(rows)
 
     def _end(self) -> None:
         exchanging = [m for m in self.members if m.sync.lockstep and (m.exchanging or m.sync.eager)]
@@ -379,6 +479,15 @@ class Loop:
                 member.sync.ready(index, again=False)
         self._end()
 
+    def called(self, members: Sequence[Member]) -> bool:
+        """The user calls `step`: exchange what was put into `p.grad` without a backward. Result: whether it acts."""
+        for member in members:
+            if not member.touched_since_step and member.sync.assigned():
+                self.exchange_assigned(member)
+            member.calls += 1
+            member.fed = []
+        return members[0].closing
+
     def meet(self, name: str, numbers: Sequence[float]) -> list[list[float]]:
         """Replicas that step alone come together: every rank's numbers, if all have taken as many steps."""
         head = [float(self.steps), float(len(self.requests))]
@@ -409,13 +518,17 @@ class Loop:
             observe(members)
 
     def _control(self, members: list[Member]) -> Tensor:
-        rows = self.explicit or self.batches.present
+        rows = self.explicit or self.batches.settled
+        proof, self._proof = self._proof, -1.0
+        self._of_loader = proof >= 0
         head = [
             float(rows.batch if rows else -1),
             float(self.steps),
             rows.mine if rows else 1.0,
-            -1.0 if self.kept is None else self.kept,
+            -1.0 if self.losses.kept is None else self.losses.kept,
             float(len(self.requests)),
+            proof if self._of_loader or self.drawn is None else self.drawn.tell(),
+            *self._counts(),
         ]
         flags = [
             float(value)
@@ -424,12 +537,19 @@ class Loop:
         ]
         return torch.tensor(head + flags, dtype=torch.float64)
 
+    def _counts(self) -> list[float]:
+        """How many means other than over targets a loss is made of, and how many values the first ones are over."""
+        counts = [] if self.batches.present is None else self.losses.counts
+        return [float(len(counts)), *counts[:_MEANS], *[0.0] * (_MEANS - len(counts))]
+
     def _agree(self, members: list[Member], rows: Tensor) -> tuple[list[list[bool]], list[bool]]:
         self._same_batch(rows[:, :2].tolist())
         self._every_row(rows[:, 2].tolist())
         self._same_units(rows[:, 2:4].tolist())
+        self._same_counts(rows[:, 2].tolist(), rows[:, 6:_HEAD].tolist())
         self.requested = int(rows[:, 4].amax())
-        used, touched, at = [], [], 5
+        self._same_proof(rows[:, 5].tolist())
+        used, touched, at = [], [], _HEAD
         for member in members:
             votes, positions = rows[:, at + 1].tolist(), rows[:, at + 2].tolist()
             if min(positions) != max(positions):
@@ -455,10 +575,14 @@ class Loop:
 
     def _every_row(self, mine: list[float]) -> None:
         """Refuse a batch of which the ranks have more or fewer rows than it has."""
-        rows = self.batches.present
-        if rows is None or self.explicit is not None or sum(mine) == rows.everywhere:
+        rows = self.batches.settled
+        if rows is None or self.explicit is not None or math.isclose(sum(mine), rows.everywhere):
             return
         said = " + ".join(f"{count:g}" for count in mine)
+        if self.own_batches:
+            given = f"batches='own', and the ranks have drawn {said} rows"
+            do = "draw batches of one size on all ranks, or loss = dt.weight(loss, rows here)"
+            raise UsageError(explain(given, "the same on every rank: their gradients count alike", do))
         raise DesyncError(
             explain(
                 f"the ranks have {said} rows of a batch of {rows.everywhere:g}",
@@ -466,6 +590,15 @@ class Loop:
                 "start all ranks with the same Python; where they have it, this is an error of the library: report it",
             )
         )
+
+    def _same_proof(self, proofs: list[float]) -> None:
+        """Refuse a batch that ranks have read whole, or drawn by hand, each another one."""
+        if min(proofs) < 0:
+            return
+        same = min(proofs) == max(proofs)
+        self.alike = same and not self._of_loader
+        if not same and not self.own_batches:
+            raise UsageError(_OTHER_SAMPLES if self._of_loader else _DRAWN)
 
     def _same_units(self, heads: list[list[float]]) -> None:
         """Refuse a mean over units (tokens) that rows do not tell: uneven ignored targets or class weights."""
@@ -481,7 +614,46 @@ class Loop:
             )
         )
 
+    def _same_counts(self, mine: list[float], counts: list[list[float]]) -> None:
+        """Refuse a mean over values of which ranks have unlike numbers, other than by their rows."""
+        here = [(rows, counted) for rows, counted in zip(mine, counts, strict=True) if rows > 0]
+        if len({int(counted[0]) for _, counted in here}) != 1:
+            return
+        for number in range(1, 1 + min(int(here[0][1][0]), _MEANS)):
+            values = [counted[number] for _, counted in here]
+            ratios = [counted[number] / rows for rows, counted in here]
+            if max(values) != min(values) and max(ratios) - min(ratios) > 1e-9 * max(ratios):
+                said = ", ".join(f"{value:g} in {rows:g} rows" for value, (rows, _) in zip(values, here, strict=True))
+                raise UsageError(explain(f"the loss is a mean over unevenly many values ({said})", *_UNEVEN))
 
+
+_MEANS = 4
+"""Of how many means in a loss the ranks compare the numbers of values."""
+_HEAD = 7 + _MEANS
+"""Numbers in a control message before those of each member."""
+_UNEVEN = (
+    "the number of values each rank's mean is over (chosen rows, masks, weights), so that the global mean is exact",
+    "loss = dt.weight(loss, n) before backward, n = this rank's number of values; or divide by the rows at hand",
+)
+_SUM_AND_MEAN = explain(
+    "one window of `accumulate` has losses that are sums (dt.weight(…, sum=True)) and others that are means",
+    "one kind: a mean is over the rows of the window, a sum counts in full",
+    "say sum=True for every loss of the window, or for none",
+)
+_OTHER_SAMPLES = explain(
+    "the ranks have read different batches from one loader: a stream that divides itself by rank, or that draws from a "
+    "random state of its own",
+    "every sample on every rank: the library divides the rows, and would divide them twice",
+    "yield all samples on every rank (no rank and no world size in the dataset), from a seed; or leave the loader out "
+    "of the call, and dt.distribute(..., batches='own'): each rank trains on what it reads",
+)
+_DRAWN = explain(
+    "no loader has handed out this batch, and every rank has another one: each draws its own",
+    "one global batch, of which every rank computes its rows",
+    "give the batches as the loader: `def batches(): while True: yield get_batch()`, "
+    "`model, optimizer, loader = dt.distribute(model, optimizer, batches())`, `for x, y in loader:`; "
+    "or dt.distribute(..., batches='own'): as many times the batch as there are ranks",
+)
 _HELD_TOO_LONG = explain(
     "a p.grad that was kept from an earlier backward is used after another backward has begun",
     "the gradient of a backward that was not exchanged yet cannot be kept beyond it",
@@ -492,6 +664,23 @@ _BROKEN = explain(
     "every rank to finish every backward: the others have waited for this one's gradients",
     "let the exception end the run, or make the batch smaller; skipping a batch on one rank cannot be exact",
 )
+
+
+def _by_hand(batches: int) -> str:
+    return explain(
+        f"a second batch gave gradients before optimizer.step() was called, under accumulate={batches}: the loop "
+        "accumulates by hand too",
+        f"optimizer.step() after every batch: the plan counts its calls, and acts once in {batches} of them",
+        "take the condition around optimizer.step() out of the loop, or accumulate= out of the plan",
+    )
+
+
+def _converted(name: str, was: str, now: str) -> str:
+    return explain(
+        f"parameter {name!r} was {was} at dt.distribute and is {now} now (model.double(), .half(), .to(...))",
+        "parameters that keep their type and device: gradients and optimizer state are laid out for them",
+        "convert or move the model before dt.distribute",
+    )
 
 
 def _uneven_windows(positions: list[float]) -> str:

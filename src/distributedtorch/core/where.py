@@ -19,6 +19,8 @@ _FOREIGN = (
     *(sysconfig.get_paths()[kind] + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen",
 )
+_PROMPTS = ("bdb", "code", "pydevd")
+"""The modules whose code runs while a debugger holds the script."""
 
 
 def is_users(filename: str) -> bool:
@@ -68,6 +70,12 @@ def stack_of_main_thread() -> str:
 
 def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def at_prompt() -> bool:
+    """Whether somebody debugs the main thread: a prompt of pdb or one made of it (ipdb, pudb), or of `code`."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return any(f.f_globals.get("__name__") in _PROMPTS for f, _ in traceback.walk_stack(frame))
 
 
 def _innermost(places: list[tuple[str, int, str]]) -> str:

@@ -33,6 +33,8 @@ class World:
     """How many processes of the job only serve, and are not counted among its ranks."""
     reach: list[Any] = field(default_factory=list)
     """Where they are, for each optimizer that is not attached yet."""
+    busy: str = ""
+    """Why the others may have to wait for long for this rank; empty: for no reason."""
     end_watch: Callable[[], None] = lambda: None
     """What stops the watch of this rank."""
     _pull: list[Pull] = field(default_factory=list)

@@ -57,18 +57,18 @@ class Clock:
         """For one row, in every step since the last look."""
         self._began: float | None = None
         self._ended: float | None = None
-        self._rows = 0
+        self._rows = 0.0
 
     def asked(self) -> None:
         """The next batch to train on is asked for."""
         if self._ended is not None:
             if self._began is not None and self._rows:
                 self.seconds.append((self._ended - self._began) / self._rows)
-            self._began, self._ended, self._rows = None, None, 0
+            self._began, self._ended, self._rows = None, None, 0.0
         if self._began is None:
             self._began = self._now()
 
-    def arrived(self, rows: int) -> None:
+    def arrived(self, rows: float) -> None:
         """It is there. Without rows of its own, this rank computes a repeated one."""
         self._rows += max(rows, 1)
 

@@ -18,12 +18,16 @@ class Share:
     """Global batches this loader handed out before this one in the whole run."""
     epoch: int
     """Iterations over this loader begun before this one; one left early counts."""
-    rows: int
+    rows: float
     """Real rows of this rank; 0 when the batch holds one repeated row that must count for nothing."""
     rows_global: int
     """Rows of the global batch."""
     first_sample: int
     """Samples of the whole run before this global batch."""
+    copies: int = 1
+    """How many ranks have each row; `rows` counts them in parts."""
+    proof: float = -1.0
+    """What must be the same on all ranks, where each has read the whole batch; below 0: nothing."""
 
     @property
     def idle(self) -> bool:
@@ -52,9 +56,17 @@ class Cursor:
         self.batch, self.ended = 0, False
         return self.epoch
 
-    def advance(self, rows: int, rows_global: int, epoch: int) -> Share:
+    def advance(self, rows: float, rows_global: int, epoch: int, *, copies: int = 1, proof: float = -1.0) -> Share:
         """Count one global batch and describe this rank's share of it."""
-        share = Share(batch=self.batches, epoch=epoch, rows=rows, rows_global=rows_global, first_sample=self.samples)
+        share = Share(
+            batch=self.batches,
+            epoch=epoch,
+            rows=rows,
+            rows_global=rows_global,
+            first_sample=self.samples,
+            copies=copies,
+            proof=proof,
+        )
         self.batch += 1
         self.batches += 1
         self.samples += rows_global

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import (
@@ -28,8 +28,29 @@ from distributedtorch.data import worker
 from distributedtorch.data.partition import Part
 from distributedtorch.data.stream import DividedLoader, Stream, drawing
 
-Piece = tuple[int, int, Any]
-"""Real rows of this rank, rows of the global batch, the batch of this rank."""
+
+class Piece(NamedTuple):
+    """This rank's part of a global batch."""
+
+    rows: float
+    """Real rows of this rank."""
+    rows_global: int
+    batch: Any
+    copies: int = 1
+    """How many ranks have each row; `rows` counts them in parts."""
+    proof: float = -1.0
+    """What must be the same on all ranks, where each has read the whole batch; below 0: nothing."""
+
+
+class Pieces(Protocol):
+    """One walk: this rank's part of each global batch."""
+
+    def __next__(self) -> Piece:
+        """The next one."""
+
+    def divide(self) -> None:
+        """Divide what was not begun to be loaded, where batches stayed whole so far."""
+
 
 Draw = Callable[[], AbstractContextManager[None]]
 
@@ -47,16 +68,17 @@ class Indexed:
         self._draw: Draw = partial(drawing, stream, not draws_from_torch_only(self._batches))
         self._kept: tuple[DataLoader[Any], Indices] | None = None
 
-    def begin(self, skip: int = 0, number: int = 0) -> Iterator[Piece]:
+    def begin(self, skip: int = 0, number: int = 0, *, whole: bool = False) -> Pieces:
         """Start one epoch: everything torch draws at `iter` is drawn now. `skip` batches are drawn but never loaded."""
         inner, indices = self._kept or self._build()
         indices.skip, indices.number = skip, number
+        indices.part = self._part.undivided() if whole else self._part
         if inner.persistent_workers:
             self._kept = inner, indices
         with self._draw():
             produced = iter(inner)
             indices.pass_over()
-        return Paired(produced, indices.sizes)
+        return Paired(produced, indices, self._part)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -104,7 +126,7 @@ class Indices:
         private: torch.Generator | None,
     ) -> None:
         self._batches = batches
-        self._part = part
+        self.part = part
         self._draw = draw
         self._generator = generator
         self._unseeded = private
@@ -113,8 +135,11 @@ class Indices:
         """Batches to leave out at the beginning of the next iteration."""
         self.number = 0
         """Number in the run of the first batch that the next iteration does not leave out."""
-        self.sizes: deque[tuple[int, int]] = deque()
-        """Rows of the batches drawn but not yet handed out, in order; a new object for each iteration."""
+        self.sizes: deque[tuple[float, int, int]] = deque()
+        """Rows here, everywhere, and on how many ranks each, of the batches drawn but not yet handed out, in order.
+
+        A new object for each iteration.
+        """
 
     def __iter__(self) -> Iterator[Any]:
         with self._draw():
@@ -122,7 +147,7 @@ class Indices:
             # torch draws the workers' seed right after the first `iter` of a DataLoader's iterator, and once only.
             if self._unseeded is not None:
                 seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
-                self._unseeded.manual_seed((seed + self._part.rank) % 2**63)
+                self._unseeded.manual_seed((seed + self.part.rank) % 2**63)
                 self._unseeded = None
         self.sizes, self._drawn = deque(), drawn
         return self._cut(drawn, self.sizes, self.number)
@@ -133,7 +158,7 @@ class Indices:
         for _ in range(skip):
             next(self._drawn, None)
 
-    def _cut(self, drawn: Iterator[Any], known: deque[tuple[int, int]], first: int) -> Iterator[Any]:
+    def _cut(self, drawn: Iterator[Any], known: deque[tuple[float, int, int]], first: int) -> Iterator[Any]:
         for number in count(first):
             with self._draw():
                 self.pass_over()
@@ -141,17 +166,19 @@ class Indices:
                     batch = next(drawn)
                 except StopIteration:
                     return
-            rows, rows_global, mine = self._part.take(batch, number)
-            known.append((rows, rows_global))
+            rows, rows_global, mine = self.part.take(batch, number)
+            known.append((rows, rows_global, self.part.copies))
             yield mine
 
 
 class Paired:
     """Batches from torch's iterator, each with the sizes that its indices had."""
 
-    def __init__(self, produced: Iterator[Any], known: deque[tuple[int, int]]) -> None:
+    def __init__(self, produced: Iterator[Any], indices: Indices, part: Part) -> None:
         self._produced = produced
-        self._known = known
+        self._known = indices.sizes
+        self._indices = indices
+        self._part = part
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -166,14 +193,12 @@ class Paired:
             if self._known:
                 self._known.popleft()
             raise
-        return *self._known.popleft(), batch
+        rows, rows_global, copies = self._known.popleft()
+        return Piece(rows, rows_global, batch, copies)
 
-
-def passed_over(pieces: Iterator[Piece], skip: int) -> Iterator[Piece]:
-    """The rest of `pieces`."""
-    for _ in range(skip):
-        next(pieces, None)
-    return pieces
+    def divide(self) -> None:
+        """Divide the batches whose indices are not drawn yet."""
+        self._indices.part = self._part
 
 
 def draws_from_torch_only(batches: Any) -> bool:

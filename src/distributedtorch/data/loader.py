@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.data import survey
 from distributedtorch.data.cursor import Cursor, Share
-from distributedtorch.data.indexed import Indexed, Piece
+from distributedtorch.data.indexed import Indexed, Pieces
 from distributedtorch.data.partition import Part
 from distributedtorch.data.position import Position
 from distributedtorch.data.shares import Division
@@ -25,6 +25,19 @@ from distributedtorch.data.whole import Whole
 
 OnBatch = Callable[[Share, Any], None]
 BeforeBatch = Callable[[], None]
+
+
+class Making:
+    """A `with` block in which a batch is made: loaders that are walked for that stay as they are."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
 
 class Source(Protocol):
@@ -38,8 +51,11 @@ class Source(Protocol):
     def note(self) -> str:
         """What was done, in a few words."""
 
-    def begin(self, skip: int = 0, number: int = 0) -> Iterator[Piece]:
-        """Start an epoch behind its first `skip` batches, with batch `number` of the run."""
+    def begin(self, skip: int = 0, number: int = 0, *, whole: bool = False) -> Pieces:
+        """Start an epoch behind its first `skip` batches, with batch `number` of the run.
+
+        `whole`: every rank has all rows of each batch, until the walk is told to divide them.
+        """
 
     def __len__(self) -> int:
         """Global batches in an epoch; TypeError where there is no telling."""
@@ -57,6 +73,9 @@ def divide(
     batch: int | None = None,
     reverse: bool = False,
     division: Division | None = None,
+    batch_dim: int | tuple[int, ...] | None = None,
+    choose: Callable[[Loader], Iterator[Any]] | None = None,
+    making: Making | None = None,
 ) -> Loader:
     """Divide the global batches of `loader` between ranks.
 
@@ -72,6 +91,9 @@ def divide(
         batch: Another global batch size than the loader's own.
         reverse: Reverse the rows inside each global batch, to measure rounding noise.
         division: Who takes how many rows; without one, all ranks the same.
+        batch_dim: Which dimension of a finished batch's tensors has the rows, if it was said.
+        choose: What a walk is, where that is decided when it begins; without it, an epoch.
+        making: Entered while a batch is made.
 
     Raises:
         UsageError: The loader already divides, has no batches, or cannot be given another batch size.
@@ -80,10 +102,10 @@ def divide(
         given = "a loader that is already distributed was given again"
         raise UsageError(explain(given, "each loader once", "use the object that came back from the first call"))
     survey.refuse(loader, world)
-    own_way = not isinstance(loader, DataLoader) or _iterates_its_own_way(loader)
+    own_way = not isinstance(loader, DataLoader) or iterates_its_own_way(loader)
     if batch is not None:
         survey.check_rebatch(loader, batch, customised=own_way)
-    part = Part(rank=rank, world=world, reverse=reverse, division=division)
+    part = Part(rank=rank, world=world, reverse=reverse, division=division, dims=batch_dim or 0)
     source: Source
     if own_way:
         source = Whole(loader, part, stream)
@@ -93,10 +115,14 @@ def divide(
         source = Indexed(loader, part, stream, batch)
     place = Position(loader, stream, Cursor())
     changed = {} if batch is None else {"batch_size": batch}
-    return Loader(loader, source, place, (before_batch, on_batch, at_end), changed, division=division)
+    divided = Loader(
+        loader, source, place, (before_batch, on_batch, at_end), changed, division=division, batch_dim=batch_dim
+    )
+    divided.choose, divided.making = choose or Loader.epoch, making or divided.making
+    return divided
 
 
-def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:
+def iterates_its_own_way(loader: DataLoader[Any]) -> bool:
     """Whether a DataLoader does something at `iter` that a plain one over the same parts would not."""
     kind = type(loader)
     overridden = kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
@@ -109,7 +135,10 @@ class Loader:
     Attributes of the user's loader (`dataset`, `sampler`, `batch_size`, ...) can be read and set here as there.
     """
 
-    _OWN = ("_loader", "_source", "_changed", "calls", "cursor", "place", "division")
+    _OWN = (
+        *("_loader", "_source", "_changed", "calls", "cursor", "place", "division", "batch_dim"),
+        *("choose", "making"),
+    )
 
     def __init__(
         self,
@@ -120,6 +149,7 @@ class Loader:
         changed: dict[str, Any],
         *,
         division: Division | None,
+        batch_dim: int | tuple[int, ...] | None,
     ) -> None:
         self._loader = loader
         self._source = source
@@ -127,6 +157,19 @@ class Loader:
         self.calls = calls
         self.place, self.cursor = place, place.cursor
         self.division = division
+        self.batch_dim = batch_dim
+        self.choose: Callable[[Loader], Iterator[Any]] = Loader.epoch
+        self.making = Making()
+
+    @property
+    def guesses(self) -> bool:
+        """Whether finished batches are cut along their first dimension because nobody said another."""
+        return isinstance(self._source, Whole) and self.batch_dim is None
+
+    @property
+    def user(self) -> Any:
+        """The user's loader."""
+        return self._loader
 
     @property
     def note(self) -> str:
@@ -142,10 +185,28 @@ class Loader:
         """What decides the batches; must be equal on all ranks."""
         return survey.fingerprint(self._loader, self.batch_global)
 
-    def __iter__(self) -> Epoch:
-        return self.place.walk(Epoch(self, *self.place.begin(self._begin)), self.calls[2])
+    def __iter__(self) -> Iterator[Any]:
+        return self.choose(self)
 
-    def _begin(self, skip: int) -> Iterator[Piece]:
+    def epoch(self, source: Loader | None = None) -> Epoch:
+        """A walk over this rank's rows, which counts; `source` makes the batches, in place of this one."""
+        with self.making:
+            return self.walked(*self.place.begin((source or self)._begin))
+
+    def walked(self, pieces: Pieces, number: int) -> Epoch:
+        """An epoch that is handed out."""
+        return self.place.walk(Epoch(self, pieces, number), self.calls[2])  # type: ignore[no-any-return]
+
+    def whole(self, on_batch: OnBatch) -> Pass:
+        """A walk over whole batches, which does not count."""
+        with self.making:
+            return Pass(self, self.place.begin_whole(self.begin_whole), Cursor(), on_batch)
+
+    def begin_whole(self, skip: int) -> Pieces:
+        """Whole batches behind the first `skip`."""
+        return self._source.begin(skip, self.cursor.batches, whole=True)
+
+    def _begin(self, skip: int) -> Pieces:
         if self.division is not None:
             self.division.drawn = self.cursor.batches
         return self._source.begin(skip, self.cursor.batches)
@@ -174,7 +235,7 @@ class Loader:
 class Epoch:
     """One walk over a divided loader."""
 
-    def __init__(self, loader: Loader, pieces: Iterator[Piece], number: int) -> None:
+    def __init__(self, loader: Loader, pieces: Pieces, number: int) -> None:
         self._loader = loader
         self._pieces = pieces
         self._number = number
@@ -186,16 +247,17 @@ class Epoch:
 
     def __next__(self) -> Any:
         if self.stale:
-            raise UsageError(_STALE)
+            raise UsageError(STALE)
         before, on_batch, at_end = self._loader.calls
         before()
         try:
-            rows, rows_global, batch = next(self._pieces)
+            with self._loader.making:
+                rows, rows_global, batch, copies, proof = next(self._pieces)
         except StopIteration:
             self._loader.place.left(self)
             at_end()
             raise
-        share = self._loader.cursor.advance(rows, rows_global, self._number)
+        share = self._loader.cursor.advance(rows, rows_global, self._number, copies=copies, proof=proof)
         on_batch(share, batch)
         return batch
 
@@ -203,7 +265,30 @@ class Epoch:
         return len(self._loader)
 
 
-_STALE = explain(
+class Pass:
+    """One walk over a loader's whole batches."""
+
+    def __init__(self, loader: Loader, pieces: Pieces, cursor: Cursor, on_batch: OnBatch) -> None:
+        self.loader, self.pieces, self.cursor = loader, pieces, cursor
+        self._on_batch = on_batch
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Any:
+        with self.loader.making:
+            rows, rows_global, batch, copies, proof = next(self.pieces)
+        self._on_batch(
+            self.cursor.advance(rows, rows_global, self.cursor.epoch, copies=copies, proof=proof),
+            batch,
+        )
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+STALE = explain(
     "dt.load inside a loop over a loader that it has put to another place",
     "a new loop over the loader",
     "leave the loop after dt.load and begin again: `for batch in loader` then goes on from the loaded place",

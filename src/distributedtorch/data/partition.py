@@ -8,7 +8,7 @@ Use it for any batch; where ranks differ in speed or memory, a `Division` (`shar
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distributedtorch.data.shares import Division
@@ -44,11 +44,19 @@ class Part:
     """Reverse the rows inside each global batch before dividing: same mean, other rounding."""
     division: Division | None = None
     """Who takes how many rows of which batch; None: all the same."""
+    dims: int | tuple[int, ...] = 0
+    """The dimension of a finished batch's tensors that has the rows, or one for each tensor, in order."""
+    copies: int = 1
+    """How many ranks take each row: all of them where batches stay whole, as in an evaluation."""
 
     @property
     def whole(self) -> bool:
         """Whether a batch passes unchanged."""
-        return self.world == 1 and not self.reverse
+        return self.world == self.copies and not self.reverse
+
+    def undivided(self) -> Part:
+        """The part of a rank that takes all rows, like every other."""
+        return replace(self, division=None, copies=self.world)
 
     @property
     def note(self) -> str:
@@ -63,25 +71,32 @@ class Part:
 
     def rows(self, total: int, number: int) -> range:
         """This rank's rows of global batch `number`; none when rows are too few."""
+        if self.copies == self.world:
+            return range(total)
         if self.division is None:
             return rows(total, self.world, self.rank)
         return self.division.rows(total, number, self.rank)
 
-    def take(self, items: Sequence[Any], number: int = 0) -> tuple[int, int, Sequence[Any]]:
+    def take(self, items: Sequence[Any], number: int = 0) -> tuple[float, int, Sequence[Any]]:
         """Divide the indices or samples of global batch `number`.
 
         Returns:
-            Real rows of this rank, rows of the global batch, and this rank's items (item 0 when it has none).
+            Real rows of this rank (its share of those that several have), rows of the global batch, and this rank's
+            items (item 0 when it has none).
         """
         if not isinstance(items, Sized):
             items = list(items)
         total = len(items)
         if self.whole or total == 0:
-            return total, total, items
+            return self.share(total), total, items
         ordered = list(items)[:: -1 if self.reverse else 1]
         mine = self.rows(total, number)
         span = stand_in(mine)
-        return len(mine), total, ordered[span.start : span.stop]
+        return self.share(len(mine)), total, ordered[span.start : span.stop]
+
+    def share(self, rows: int) -> float:
+        """What so many rows here count for."""
+        return rows if self.copies == 1 else rows / self.copies
 
 
 def stand_in(mine: range) -> range:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import base64
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 from distributedtorch.data.cursor import Cursor
 from distributedtorch.data.stream import State, Stream, as_plain, capture, from_plain, install
+
+Walk = TypeVar("Walk")
 
 
 class Position:
@@ -29,14 +32,13 @@ class Position:
         self._goes_on = False
         self._later = False
         """Whether the next epoch is not the run's first, though it is this object's."""
+        self._walked_whole = False
+        self.met = False
+        """Whether the loader was not given."""
 
-    def begin(self, begin: Callable[[int], Iterator[Any]]) -> tuple[Iterator[Any], int]:
+    def begin(self, begin: Callable[[int], Walk]) -> tuple[Walk, int]:
         """Start an epoch, or the rest of one; its batches and its number."""
-        if self._later and getattr(self.loader, "persistent_workers", False):
-            before = self._now(), self._generators_now()
-            begin(0)  # torch draws the seed of workers that stay in the first epoch only: let that be over
-            self._set(*before)
-        self._later = False
+        self._let_workers_be_known(begin)
         if not self._goes_on or self._began is None:
             self._goes_on = False
             self._began = self._now(), self._generators_now()
@@ -48,6 +50,42 @@ class Position:
             return begin(self.cursor.batch), self.cursor.epoch
         finally:
             self._set(now, theirs)
+
+    def begin_whole(self, begin: Callable[[int], Walk]) -> Walk:
+        """Start a walk that does not count, as of an evaluation, from the first batch on."""
+        self._let_workers_be_known(begin)
+        self._walked_whole = True
+        return begin(0)
+
+    def _let_workers_be_known(self, begin: Callable[[int], Walk]) -> None:
+        """Torch draws the seed of workers that stay in the first epoch only: let that be over."""
+        if self._later and getattr(self.loader, "persistent_workers", False):
+            before = self._now(), self._generators_now()
+            begin(0)
+            self._set(*before)
+        self._later = False
+
+    @property
+    def pending(self) -> int:
+        """How many batches of the epoch that is begun next are done already."""
+        return self.cursor.batch if self._goes_on else 0
+
+    @property
+    def live(self) -> bool:
+        """Whether somebody walks: an epoch is held, and not at its end."""
+        return self._walk() is not None and not self.cursor.ended
+
+    def fork(self, loader: Any) -> Position:
+        """A position of its own that stands at the same place, but at the beginning of an epoch."""
+        made = Position(loader, self.stream, replace(self.cursor))
+        made._later = self._later
+        return made
+
+    def take_over(self, other: Position) -> None:
+        """Stand where a position of the same loader stands that has begun an epoch."""
+        self._began, self._goes_on, self._later = other._began, False, False
+        self._walked_whole = self._walked_whole or other._walked_whole
+        self.cursor.load_state_dict(other.cursor.state_dict())
 
     def walk(self, epoch: Any, let_go: Callable[[], None]) -> Any:
         """An epoch that is handed to the user; `let_go` is called when nobody holds it any more."""
@@ -64,6 +102,7 @@ class Position:
         if self._walk() is None and not self._goes_on:
             self.cursor.ended = True  # left by `break`: nobody holds it any more
         saved: dict[str, Any] = {"cursor": self.cursor.state_dict(), "generators": _plain(self._generators_now())}
+        saved |= {"walked whole": self._walked_whole, "met": self.met}
         if not self.cursor.ended and self._began is not None:
             saved["began"] = {"order": as_plain(self._began[0]), "generators": _plain(self._began[1])}
         return saved
@@ -76,7 +115,8 @@ class Position:
         self.cursor.load_state_dict(saved["cursor"])
         for generator, state in zip(self._generators(), saved["generators"], strict=False):
             generator.set_state(_tensor(state))
-        self._later = self.cursor.epoch + self.cursor.ended > 0
+        self._walked_whole = bool(saved.get("walked whole"))
+        self._later = self._walked_whole or self.cursor.epoch + self.cursor.ended > 0
         began = saved.get("began")
         self._goes_on = began is not None
         if began is not None:

@@ -128,25 +128,18 @@ class DividedLoader(DataLoader[Any]):
     """A loader the library made: it draws where it should by itself."""
 
 
-def serve_all_loaders(stream: Stream) -> Callable[[], None]:
-    """Let every torch DataLoader draw its order from `stream`, also those that are not divided (a test set).
+def serve(loader: DataLoader[Any], original: Callable[[DataLoader[Any]], Any], stream: Stream | None) -> Any:
+    """A walk over a torch DataLoader that draws its order from `stream`, though it is not divided (a test set).
 
-    In one process they all draw from one state, so an evaluation between two epochs moves the order of the second.
-    Returns a function that undoes it.
+    In one process all draw from one state, so an evaluation between two epochs moves the order of the second.
     """
-    original = DataLoader.__iter__
-
-    def iterate(self: DataLoader[Any]) -> Any:
-        if isinstance(self, DividedLoader):
-            return original(self)
-        with stream.drawing(full=False):
-            iterator: Any = original(self)
-        if hasattr(iterator, "_sampler_iter"):
-            iterator._sampler_iter = _drawn(iterator._sampler_iter, stream)
-        return iterator
-
-    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
-    return lambda: setattr(DataLoader, "__iter__", original)
+    if stream is None:
+        return original(loader)
+    with stream.drawing(full=False):
+        iterator: Any = original(loader)
+    if hasattr(iterator, "_sampler_iter"):
+        iterator._sampler_iter = _drawn(iterator._sampler_iter, stream)
+    return iterator
 
 
 def _drawn(indices: Iterator[Any], stream: Stream) -> Iterator[Any]:

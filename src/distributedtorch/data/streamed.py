@@ -16,7 +16,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from distributedtorch.data.indexed import Piece, in_order_note, loading_options, passed_over
+from distributedtorch.core.proof import proof_of
+from distributedtorch.data.indexed import Piece, Pieces, in_order_note, loading_options
 from distributedtorch.data.partition import Part
 from distributedtorch.data.stream import DividedLoader, Stream, drawing
 from distributedtorch.data.worker import reseed
@@ -32,21 +33,26 @@ class Streamed:
         self._stream = stream
         self._rebatched = batch
         self.batch_global: int | None = batch or loader.batch_size
-        self._kept: DataLoader[Any] | None = None
+        self._kept: dict[bool, DataLoader[Any]] = {}
+        """Whose workers stay: by whether batches are whole, which their workers are told once."""
+        self._proves = part.world > 1
 
-    def begin(self, skip: int = 0, number: int = 0) -> Iterator[Piece]:
+    def begin(self, skip: int = 0, number: int = 0, *, whole: bool = False) -> Pieces:
         """Start one epoch: torch draws the workers' seed, and without workers the dataset's `iter` runs.
 
         `skip` batches are read and thrown away: a stream has no other way to come to a place.
         """
-        # Not `or`: a DataLoader over a stream without length has no truth value.
-        inner = self._build() if self._kept is None else self._kept
-        inner.dataset.number = number - skip  # type: ignore[attr-defined]
+        inner = self._kept[whole] if whole in self._kept else self._build()
+        groups: Any = inner.dataset
+        groups.number, groups.part = number - skip, self._part.undivided() if whole else self._part
+        groups.proves, self._proves = self._proves, self._proves and whole
         if inner.persistent_workers:
-            self._kept = inner
+            self._kept[whole] = inner
         with drawing(self._stream, full=True):
-            pieces: Iterator[Piece] = iter(inner)
-        return passed_over(pieces, skip)
+            pieces = Flowing(iter(inner), groups, self._part)
+        for _ in range(skip):
+            next(pieces, None)
+        return pieces
 
     def __len__(self) -> int:
         if self._rebatched is None:
@@ -74,7 +80,26 @@ class Streamed:
         )
 
 
-class Groups(IterableDataset[tuple[int, int, Any]]):
+class Flowing:
+    """One walk over the loader around `groups`."""
+
+    def __init__(self, produced: Iterator[Piece], groups: Groups, part: Part) -> None:
+        self._produced = produced
+        self._groups = groups
+        self._part = part
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._produced)
+
+    def divide(self) -> None:
+        """Divide the groups that are not read yet, but for those that workers read: they go on as they began."""
+        self._groups.part = self._part
+
+
+class Groups(IterableDataset[Piece]):
     """The user's stream in global batches, cut to this rank's samples."""
 
     def __init__(self, dataset: Any, size: int, drop_last: bool, part: Part, stream: Stream | None) -> None:
@@ -86,6 +111,8 @@ class Groups(IterableDataset[tuple[int, int, Any]]):
         self._in_worker = False
         self.number = 0
         """Number in the run of the first batch of the next walk."""
+        self.proves = False
+        """Whether the next walk's first batch is to be the same on all ranks."""
 
     def __iter__(self) -> Iterator[Piece]:
         self._enter_worker()
@@ -118,6 +145,7 @@ class Grouped:
         self._stream = stream
         self._numbers = numbers
         self._ended = False
+        self._proves = groups.proves
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -130,7 +158,9 @@ class Grouped:
         self._ended = len(group) < self._groups.size
         if not group or (self._ended and self._groups.drop_last):
             raise StopIteration
-        return self._groups.part.take(group, next(self._numbers))
+        proof, self._proves = proof_of(group) if self._proves else -1.0, False
+        part = self._groups.part
+        return Piece(*part.take(group, next(self._numbers)), part.copies, proof)
 
 
 class Collate:
@@ -140,5 +170,4 @@ class Collate:
         self.user = user
 
     def __call__(self, piece: Any) -> Piece:
-        rows, rows_global, samples = piece
-        return rows, rows_global, self.user(samples)
+        return piece._replace(batch=self.user(piece.batch))  # type: ignore[no-any-return]

@@ -1,13 +1,15 @@
-"""Where the ranks of `mpirun` and `srun` meet: rank 0 hosts the store on one address, and the others learn its port.
+"""Where ranks that no supervisor of ours has started meet.
 
-On one host that is loopback: rank 0 binds a free port and leaves its number in a folder of mode 0700 that is named by
-the job, where the others look for it. What an earlier job left there is told apart by the process that wrote it. Across
-hosts it is the address of one interface, which gloo and NCCL are given too: Slurm tells the first host, and the port
-follows from the step's number; mpirun tells neither, so the user gives `MASTER_ADDR` and `MASTER_PORT`.
+On one host that is a folder of their user's (`folder`): rank 0 makes it and leaves its name in another one, of mode
+0700 and named by the job, where the others look for it. What an earlier job left there is told apart by the process
+that wrote it. Across hosts rank 0 of `mpirun` and `srun` hosts a store at the address of one interface, which gloo and
+NCCL are given too: Slurm tells the first host, and the port follows from the step's number; mpirun tells neither, so
+the user gives `MASTER_ADDR` and `MASTER_PORT`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import ipaddress
@@ -15,7 +17,6 @@ import json
 import os
 import shutil
 import socket
-import stat
 import struct
 import sys
 import tempfile
@@ -24,8 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.launch import folder as folders
 from distributedtorch.launch import port as ports
-from distributedtorch.launch import variables
+from distributedtorch.launch import secret, variables
 from distributedtorch.launch.place import Place
 
 _SECONDS_BETWEEN_LOOKS = 0.02
@@ -36,26 +38,47 @@ _DO = (
 )
 
 
-def settle(place: Place, timeout_seconds: float) -> socket.socket | None:
-    """Put where the ranks meet into MASTER_ADDR and MASTER_PORT; on rank 0 give the socket that listens there.
+def on_one_host(place: Place) -> bool:
+    """Whether all ranks are on this host, as far as the starter tells; one that tells nothing is not taken for it."""
+    if place.local_world != place.world:
+        return False
+    return place.launcher != "torchrun" or "LOCAL_WORLD_SIZE" in os.environ
+
+
+def meet(place: Place, timeout_seconds: float) -> bool:
+    """Put the folder in which all ranks meet into the environment, if they can: they are on one host.
 
     Raises:
-        LaunchError: No address is known, it is not of rank 0's host, or rank 0 did not come in time.
+        LaunchError: Rank 0 did not come in time, or the folder of its note is not this user's alone.
     """
-    one_host = place.local_world == place.world
+    started = place.job or "TORCHELASTIC_RUN_ID" in os.environ
+    if not on_one_host(place) or not started or (place.launcher != "torchrun" and os.environ.get("MASTER_PORT")):
+        return False
+    if place.rank == 0:
+        path, held = folders.make()
+        _leave(_folder(place), path)
+    else:
+        path, held = _look(_folder(place), timeout_seconds)
+    atexit.register(folders.leave, path, held)
+    _name_loopback()
+    os.environ[folders.VARIABLE] = str(path)
+    return True
+
+
+def settle(place: Place) -> socket.socket | None:
+    """Put where ranks of several hosts meet into MASTER_ADDR and MASTER_PORT; on rank 0 the socket that listens there.
+
+    Raises:
+        LaunchError: No address is known, or it is not of rank 0's host.
+    """
+    one_host = on_one_host(place)
     name = os.environ.get("MASTER_ADDR") or _default_address(place, one_host=one_host)
-    number = _given_port() or _default_port(place, one_host=one_host)
+    number = _given_port() or _default_port(place)
     address = _resolve(name)
     _name_interface(address, one_host=one_host)
-    listener = None
-    if place.rank == 0:
-        listener = ports.listen(number, address)
-        if number is None:
-            number = listener.getsockname()[1]
-            _leave(_folder(place), number)
+    listener = ports.listen(number, address) if place.rank == 0 else None
+    if listener is not None:
         _say_exposure(address, number)
-    elif number is None:
-        number = _look(_folder(place), timeout_seconds)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = name, str(number)
     return listener
 
@@ -85,10 +108,8 @@ def _given_port() -> int | None:
     return int(text)
 
 
-def _default_port(place: Place, *, one_host: bool) -> int | None:
-    """The port all come to by themselves; None: rank 0 takes a free one and leaves it for the others."""
-    if one_host:
-        return None
+def _default_port(place: Place) -> int:
+    """The port all come to by themselves."""
     if place.launcher == "srun":
         return variables.slurm_port(os.environ)
     given = f"{place.world} processes by {place.launcher} on several hosts, and no MASTER_PORT"
@@ -106,14 +127,18 @@ def _resolve(name: str) -> str:
 def _name_interface(address: str, *, one_host: bool) -> None:
     """Tell gloo and NCCL which interface to use: the one that leads to rank 0, where the user has named none."""
     if one_host and ipaddress.ip_address(address).is_loopback:
-        interface = "lo"
-    elif ipaddress.ip_address(address).is_loopback:
+        return _name_loopback()
+    if ipaddress.ip_address(address).is_loopback:
         given = f"the address of rank 0 is {address} (loopback), but there are several hosts"
         raise LaunchError(explain(given, "an address that the other hosts can reach", _DO))
-    else:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_to(address)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_to(address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _name_loopback() -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def own_address(towards: str) -> str:
@@ -143,57 +168,58 @@ def interface_to(address: str) -> str:
 def _say_exposure(address: str, number: int) -> None:
     if not ipaddress.ip_address(address).is_loopback:
         print(
-            f"distributedtorch: the store listens at {address}:{number} without a key, and gloo and NCCL send clear "
-            f"text on {os.environ['GLOO_SOCKET_IFNAME']}: keep that network private",
+            f"distributedtorch: the store listens at {address}:{number} {secret.spoken()}, and gloo and NCCL send "
+            f"clear text on {os.environ['GLOO_SOCKET_IFNAME']}: keep that network private",
             file=sys.stderr,
         )
 
 
 def _folder(place: Place) -> Path:
-    return Path(tempfile.gettempdir()) / f"distributedtorch-{os.getuid()}-{place.job}"
+    job = place.job
+    if not job:  # torchrun's, whose restarts are jobs of their own
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        job = variables.as_file_name("-".join(["torchrun", *(os.environ.get(name, "") for name in names)]))
+    return Path(tempfile.gettempdir()) / f"distributedtorch-{os.geteuid()}-{job}"
 
 
-def _leave(folder: Path, number: int) -> None:
-    """Write the port down, for this user only; a folder that another user made is refused."""
+def _leave(folder: Path, meeting: Path) -> None:
+    """Write down where the ranks meet, for this user only; a folder that another user made is refused."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not _is_private(folder):
+    if not folders.is_private(folder):
         given = f"{folder} is there already and not this user's alone"
-        raise LaunchError(explain(given, "a private folder", "remove it, or set MASTER_PORT to a free port"))
-    note = {"port": number, "pid": os.getpid(), "began": variables.start_time(os.getpid())}
-    part = folder / "port.part"
+        raise LaunchError(explain(given, "a private folder", "remove it, or set TMPDIR to a folder of your own"))
+    note = {"meet": str(meeting), "pid": os.getpid(), "began": variables.start_time(os.getpid())}
+    part = folder / "note.part"
     part.unlink(missing_ok=True)
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(note, file)
-    part.replace(folder / "port")
+    part.replace(folder / "note")
 
 
-def _look(folder: Path, timeout_seconds: float) -> int:
-    """The port rank 0 left, as soon as it is there."""
-    found: list[int] = []
+def _look(folder: Path, timeout_seconds: float) -> tuple[Path, int]:
+    """Where rank 0 meets the others, as soon as it has said so, and what holds that folder."""
+    found: list[tuple[Path, int]] = []
     if not _until(lambda: _read(folder, found), timeout_seconds):
-        given = f"after {timeout_seconds:g} s rank 0 had not left its port in {folder}"
-        do = "look at the output of rank 0; or set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port"
+        given = f"after {timeout_seconds:g} s rank 0 had not left its note in {folder}"
+        do = "look at the output of rank 0, and whether it has the same TMPDIR; or set MASTER_PORT to a free port"
         raise LaunchError(explain(given, "rank 0 to call dt.distribute on this host", do))
     return found[0]
 
 
-def _read(folder: Path, found: list[int]) -> bool:
-    """Whether a rank 0 that still runs has left its port; what cannot be read is not there yet."""
+def _read(folder: Path, found: list[tuple[Path, int]]) -> bool:
+    """Whether a rank 0 that still runs has left its note; what cannot be read is not there yet."""
     try:
-        if not _is_private(folder):
+        if not folders.is_private(folder):
             return False
-        with open(os.open(folder / "port", os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        with open(os.open(folder / "note", os.O_RDONLY | os.O_NOFOLLOW)) as file:
             note = json.loads(file.read(_MAX_BYTES))
         if note["began"] and variables.start_time(int(note["pid"])) == note["began"]:
-            found.append(int(note["port"]))
+            path = Path(note["meet"])
+            held = folders.hold(path)
+            found += [] if held is None else [(path, held)]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return bool(found)
-
-
-def _is_private(folder: Path) -> bool:
-    status = os.stat(folder, follow_symlinks=False)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and status.st_mode & 0o077 == 0
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> bool:

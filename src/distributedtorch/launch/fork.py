@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from distributedtorch.core import plain
-from distributedtorch.core.errors import LaunchError, RankError, explain
-from distributedtorch.launch import place, record, reserve, start, verdict
+from distributedtorch.core.errors import LaunchError, RankError, explain, shown
+from distributedtorch.launch import folder as folders
+from distributedtorch.launch import place, private, record, reserve, start, verdict
 from distributedtorch.launch import port as ports
 from distributedtorch.launch import ranks as processes
 from distributedtorch.launch.ranks import Rank
@@ -62,20 +63,19 @@ def launch(function: Callable[..., Any], args: tuple[Any, ...], *, workers: int,
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(ports.listen(None))
+        reserved = stack.enter_context(ports.reserve(None))
         folder = run_folder()
+        more = {"DISTRIBUTEDTORCH_WORKERS_SOURCE": "dt.launch"}
+        more[folders.VARIABLE] = str(stack.enter_context(folders.meeting()))
         task = Task(function=function, args=args, folder=folder)
         echoes = [stack.enter_context(_Echo(stream)) for stream in (sys.stdout, sys.stderr)]
         with supervised(folder) as job:
             for echo in echoes:
                 echo.listen(job.selector)
             for rank in range(workers):
-                environ = processes.environment(rank, workers, listener.getsockname()[1], folder, plan)
-                environ |= {"DISTRIBUTEDTORCH_WORKERS_SOURCE": "dt.launch"}
-                job.add(_fork(rank, environ, task, echoes, listener))
-            store = ports.host(listener)  # after the forks: its thread would not be copied
+                environ = processes.environment(rank, workers, reserved.getsockname()[1], folder, plan)
+                job.add(_fork(rank, environ | more, task, echoes, reserved))
             job.wait()
-        del store
         for echo in echoes:
             echo.drain()
     return _conclude(job)
@@ -151,9 +151,9 @@ class _Forked:
         self.process.close()
 
 
-def _fork(rank: int, environ: Mapping[str, str], task: Task, echoes: list[_Echo], listener: socket.socket) -> Rank:
+def _fork(rank: int, environ: Mapping[str, str], task: Task, echoes: list[_Echo], reserved: socket.socket) -> Rank:
     def target() -> None:
-        _become(environ, echoes if rank == 0 else [], task.folder / f"rank{rank}.log", listener)
+        _become(environ, echoes if rank == 0 else [], task.folder / f"rank{rank}.log", reserved)
         _work(task)
 
     process = multiprocessing.get_context("fork").Process(target=target, name=f"rank {rank}")
@@ -164,7 +164,7 @@ def _fork(rank: int, environ: Mapping[str, str], task: Task, echoes: list[_Echo]
     return Rank(rank, forked, os.pidfd_open(forked.pid), log)
 
 
-def _become(environ: Mapping[str, str], echoes: list[_Echo], log: Path, listener: socket.socket) -> None:
+def _become(environ: Mapping[str, str], echoes: list[_Echo], log: Path, reserved: socket.socket) -> None:
     """In the child: be a rank as if `dtorch run` had started it, with nothing of the caller's still to be done."""
     caller = os.getppid()
     os.setsid()
@@ -178,11 +178,8 @@ def _become(environ: Mapping[str, str], echoes: list[_Echo], log: Path, listener
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    listener.close()
-    if echoes:
-        targets = [echo.mouth for echo in echoes]
-    else:
-        targets = [os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)] * 2
+    reserved.close()
+    targets = [echo.mouth for echo in echoes] or [private.create(log, os.O_WRONLY | os.O_APPEND)] * 2
     os.dup2(targets[0], 1)
     os.dup2(targets[1], 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
@@ -237,7 +234,7 @@ def _conclude(job: Job) -> Any:
         end = record.read(job.folder, found.rank)
         trace = f"Traceback (most recent call last):\n{end.traceback}" if end is not None and end.traceback else ""
         text = f"{record.name_of(job.folder, found.rank)} failed first: {found.text}\n{trace}  logs: {job.folder}"
-        raise RankError(text, rank=found.rank, kind=end.type if end is not None else "")
+        raise RankError(shown(text), rank=found.rank, kind=end.type if end is not None else "")
     value = None
     if (job.folder / _NOT_PLAIN).exists():
         what = (job.folder / _NOT_PLAIN).read_text()

@@ -1,8 +1,9 @@
 """Joining the world that was started: one store, one process group, and words for whoever is missing or double.
 
-Under `dtorch` the supervisor hosts the store on loopback; under torchrun its own store is used; under mpirun and srun
-rank 0 hosts it (`address`). Every rank adds one to its key before the group is made, so a number given twice is found
-at once, and a missing rank is named. A group that the script has made itself is used instead (`adopt`).
+On one host the ranks meet in a folder that only their user can enter (`folder`): the supervisor of `dtorch` makes it,
+rank 0 under torchrun, mpirun and srun (`address`). Across hosts rank 0 hosts a store, or torchrun's own is used, with
+the job's secret where it has one (`secret`). Every rank adds one to its key before the group is made, so a number given
+twice is found at once, and a missing rank is named. A group that the script has made itself is used instead (`adopt`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.core.listeners import allow_many_files, sealed
 from distributedtorch.launch import address as addresses
-from distributedtorch.launch import adopt, record
+from distributedtorch.launch import adopt, ranks, record, secret
+from distributedtorch.launch import folder as folders
 from distributedtorch.launch import port as ports
 from distributedtorch.launch.place import Place
 
@@ -44,31 +50,66 @@ def join(place: Place, *, device_type: str, timeout_seconds: float = 1800) -> St
     """
     assert place.launcher != "none", "one process joins nothing"
     record.install(place)
-    if dist.is_initialized():
-        store = adopt.adopt(place)
+    allow_many_files()
+    if place.launcher != "dtorch":
+        os.environ.pop(folders.VARIABLE, None)  # of a job that this one was started from
+        addresses.meet(place, timeout_seconds)
+    adopted = dist.is_initialized()
+    if adopted:
+        adopt.adopt(place)
         _adopted.append(True)
-        record.joined(place)
-        atexit.register(_leave)
-        return store
     record.joined(place)
-    if place.launcher == "torchrun":
-        _join_torchrun(place, timeout_seconds)
-    elif place.launcher in ("mpirun", "srun"):
-        _host(place, timeout_seconds)
+    if not adopted and not _folder():
+        if place.launcher == "torchrun":
+            _join_torchrun(place, timeout_seconds)
+        elif place.launcher in ("mpirun", "srun"):
+            listener = addresses.settle(place)
+            _hosted.extend([] if listener is None else [ports.host(listener)])
     store = client(timeout_seconds, patience_seconds=60 if place.launcher == "dtorch" else timeout_seconds)
-    _meet(place, store, timeout_seconds)
-    addresses.forget(place)
-    _group(place, store, device_type, timeout_seconds)
+    if not adopted or _folder():
+        _meet(place, store, timeout_seconds)
+    if _folder():
+        addresses.forget(place)
+    if not adopted:
+        _group(place, device_type, timeout_seconds)
     atexit.register(_leave)
     return store
 
 
-def _group(place: Place, store: Store, device_type: str, timeout_seconds: float) -> None:
+def let_main_first(place: Place) -> None:
+    """On ranks above 0, where that was asked for, return when rank 0 has come to meet the others.
+
+    It meets them by this library, or by a process group that its script makes.
+    """
+    asked = os.environ.pop(ranks.AFTER_MAIN, "")  # not for the processes that this one starts
+    if not asked or place.run_folder is None:
+        return
+    if place.rank == 0:
+        adopt.before_make(partial(record.comes, place))
+    while place.rank and not record.has_come(place.run_folder, 0):
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _group(place: Place, device_type: str, timeout_seconds: float, within: str = "") -> None:
     timeout = timedelta(seconds=timeout_seconds)
-    backend = _backend(place, device_type)
-    dist.init_process_group(
-        backend, store=PrefixStore("group", store), rank=place.rank, world_size=place.world, timeout=timeout
-    )
+    store = PrefixStore(f"group/{within}", group_store(timeout))
+    with sealed():
+        dist.init_process_group(
+            _backend(place, device_type), store=store, rank=place.rank, world_size=place.world, timeout=timeout
+        )
+
+
+def group_store(timeout: timedelta) -> Store:
+    """Where the members of a process group find each other.
+
+    On one host a store of torch's own: its groups' threads still look there while Python ends.
+    """
+    if folder := _folder():
+        store: Store = FileStore(f"{folder}/{folders.GROUPS}", -1)
+        store.set_timeout(timeout)
+        return store
+    store, known = _tcp(timeout.total_seconds(), 60), secret.given()
+    return PrefixStore(secret.code(known, b"groups"), store) if known else store
 
 
 def part(world: int, timeout_seconds: float = 1800) -> None:
@@ -91,18 +132,31 @@ def regroup(workers: Place | None, *, device_type: str, timeout_seconds: float =
     """End the group of all processes, after `part`; workers (those with a place among them) make one of their own."""
     dist.destroy_process_group()
     if workers is not None:
-        _group(workers, among_workers(client(timeout_seconds)), device_type, timeout_seconds)
+        _group(workers, device_type, timeout_seconds, WORKERS)
 
 
-def among_workers(store: Store) -> Store:
-    """The same store, with keys that only workers use."""
-    return PrefixStore("workers", store)
+WORKERS = "workers"
+"""What sets the keys apart that only workers use, where other processes serve."""
 
 
-def client(timeout_seconds: float = 60, patience_seconds: float = 60) -> Store:
+def client(timeout_seconds: float = 60, patience_seconds: float = 60, within: str = "") -> Store:
     """A connection of its own to the store `join` gave, for a second thread: one connection serves one caller."""
+    if folder := _folder():
+        return cast("Store", folders.Folder(Path(folder), within, timeout_seconds))
     if _adopted:
         return adopt.client()
+    store, known = _tcp(timeout_seconds, patience_seconds), secret.given()
+    store = PrefixStore(within, store) if within else store
+    return cast("Store", secret.Keyed(store, known)) if known else store
+
+
+def _folder() -> str | None:
+    """Where the ranks meet, if they are on one host."""
+    return os.environ.get(folders.VARIABLE)
+
+
+def _tcp(timeout_seconds: float, patience_seconds: float) -> Store:
+    """A connection to the store of several hosts."""
     address, port = _address()
     patience = timedelta(seconds=min(timeout_seconds, patience_seconds))
     try:
@@ -119,11 +173,11 @@ def client(timeout_seconds: float = 60, patience_seconds: float = 60) -> Store:
 def _join_torchrun(place: Place, timeout_seconds: float) -> None:
     """Bring torchrun's store into being: one of its agents hosts it, or rank 0 does."""
     address, port = _address()
-    if place.local_world == place.world:
+    if addresses.on_one_host(place) or _is_loopback(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if place.rank == 0 and not _is_loopback(address):
         print(
-            f"distributedtorch: torchrun's store listens beyond loopback ({address}:{port}) without a key, "
+            f"distributedtorch: torchrun's store listens beyond loopback ({address}:{port}) {secret.spoken()}, "
             "and gloo and NCCL send clear text: keep that network private",
             file=sys.stderr,
         )
@@ -133,14 +187,6 @@ def _join_torchrun(place: Place, timeout_seconds: float) -> None:
         given = f"rank {place.rank} of {place.world} did not find all others at {address}:{port}: {error}"
         raise LaunchError(explain(given, "every rank to start", "look at the output of the failed ranks")) from error
     _hosted.append(store)
-
-
-def _host(place: Place, timeout_seconds: float) -> None:
-    """Under mpirun and srun: find out where to meet, and host the store there on rank 0."""
-    listener = addresses.settle(place, timeout_seconds)
-    if listener is not None:
-        atexit.register(addresses.forget, place)
-        _hosted.append(ports.host(listener))
 
 
 _adopted: list[bool] = []
@@ -169,6 +215,7 @@ def _backend(place: Place, device_type: str) -> str:
 
 def _meet(place: Place, store: Store, timeout_seconds: float) -> None:
     """Return when every rank is there, once each."""
+    record.reached()
     keys = [f"joined/{rank}" for rank in range(place.world)]
     mine = keys[place.rank]
     store.add(mine, 1)

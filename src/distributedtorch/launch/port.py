@@ -1,4 +1,4 @@
-"""The socket the ranks meet at: one address, never all; bound before anything starts, so that a refusal is in words."""
+"""Ports, each at one address, never at all of them; bound before anything starts, so that a refusal is in words."""
 
 from __future__ import annotations
 
@@ -17,16 +17,26 @@ if TYPE_CHECKING:
 _BACKLOG = 1024
 
 
-def listen(port: int | None, address: str = "127.0.0.1") -> socket.socket:
-    """A socket that listens on one address only, at `port` or a free one."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def reserve(port: int | None, address: str = "127.0.0.1") -> socket.socket:
+    """A socket that keeps a port (or a free one) from others, and does not listen: a process of the job's may."""
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((address, port or 0))
-        listener.listen(_BACKLOG)
+        reserved.bind((address, port or 0))
     except (OSError, OverflowError) as error:
-        listener.close()
+        reserved.close()
         raise LaunchError(_refusal(port or 0, error, address)) from None
+    return reserved
+
+
+def listen(port: int, address: str) -> socket.socket:
+    """A socket that listens on one address only."""
+    listener = reserve(port, address)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(_refusal(port, error, address)) from None
     return listener
 
 

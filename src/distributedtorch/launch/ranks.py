@@ -9,7 +9,9 @@ come to mean another process.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.launch import private
 
 _SHIM = """
 import ctypes, os, signal, sys
@@ -34,6 +37,15 @@ except OSError as error:
 
 KEPT, KEPT_VARIABLE, ATTEMPT_VARIABLE = "kept", "DISTRIBUTEDTORCH_KEPT", "DISTRIBUTEDTORCH_ATTEMPT"
 """The folder that outlives a start of all ranks, who says where it is, and who says which start this is."""
+
+AFTER_MAIN = "DISTRIBUTEDTORCH_AFTER_MAIN"
+"""Says of ranks above 0 that they begin when rank 0 has come to its first call that needs them, and why."""
+
+
+HANG_VARIABLE, HANG_WITH_RESTARTS = "DISTRIBUTEDTORCH_HANG", "10min"
+"""How long a rank waits for one that does not come, and how long where the job is then started again."""
+_HANG = "30min"
+_UNITS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Process(Protocol):
@@ -60,6 +72,8 @@ class Rank:
     """Monotonic time at which its end was seen."""
     stopped: bool = False
     """Whether the supervisor has sent it a signal."""
+    joined: bool = False
+    """Whether its script has called dt.distribute."""
 
     def look(self) -> int | None:
         """Take note of an end without giving the process number back."""
@@ -91,7 +105,7 @@ def start(number: int, command: list[str], environ: Mapping[str, str], folder: P
         process = subprocess.Popen(shim, env=environ, start_new_session=True)
         return Rank(number, process, os.pidfd_open(process.pid), None)
     log = folder / f"rank{number}.log"
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
+    with open(private.create(log, os.O_WRONLY | os.O_APPEND), "ab") as out:
         process = subprocess.Popen(
             shim, env=environ, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
         )
@@ -105,6 +119,18 @@ def restarts_asked() -> int:
         do = "set it to how often ranks may be started again, or unset it"
         raise LaunchError(explain(f"DISTRIBUTEDTORCH_RESTARTS={text!r}", "a whole number, 0 or more", do))
     return int(text)
+
+
+def hang_asked() -> float:
+    """After how many seconds of waiting for a rank that does not come the job ends: `DISTRIBUTEDTORCH_HANG`."""
+    text = os.environ.get(HANG_VARIABLE, _HANG)
+    if text == "off":
+        return math.inf
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", text)
+    if found is None or float(found[1]) == 0:
+        do = "give --hang 5min, or set DISTRIBUTEDTORCH_HANG=5min"
+        raise LaunchError(explain(f"a hang of {text!r}", "a time above 0 in s, min or h, or off", do))
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def environment(number: int, workers: int, port: int, folder: Path, plan: str | None) -> dict[str, str]:

@@ -31,11 +31,13 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from distributedtorch.core import where
-from distributedtorch.core.errors import DesyncError, DistributedTorchError, PeerError
+from distributedtorch.core.errors import DesyncError, DistributedTorchError, LaunchError, PeerError, shown, tell, unread
+from distributedtorch.core.world import here
+from distributedtorch.launch import private
 from distributedtorch.launch.place import Place
 
 NEWS = "news"
-"""Name of the fifo on which ranks speak to the supervisor: lines `raised <rank>` and `say <text>`."""
+"""Name of the fifo on which ranks speak to the supervisor: lines `joined <rank>`, `raised <rank>`, `say <text>`."""
 
 _SECONDS_TO_LEAVE = 3.0
 _MAX_LINES = 30
@@ -75,6 +77,10 @@ class End:
     """Monotonic, so comparable between the processes of one host."""
     consequence: bool = False
     """Whether another rank's end caused it."""
+    peer: int | None = None
+    """Which rank, where that is known."""
+    missing: int | None = None
+    """The rank that did not come, where this one ended because it had waited for too long."""
 
 
 class _Rank:
@@ -82,13 +88,17 @@ class _Rank:
 
     def __init__(self) -> None:
         self.place: Place | None = None
-        self.logs: Path | None = None
+        self.logs: Callable[[], Path | None] | None = None
         self.name = ""
         self.pid = 0
         self.step = 0
         self.seen: memoryview | None = None
+        self.news: tuple[int, os.stat_result] | None = None
+        """The fifo, and how to tell that this descriptor still is it."""
         self.written = False
         self.failed = False
+        self.reached = False
+        """Whether this rank has come to where the ranks meet."""
         self.exit: tuple[int, str] | None = None
 
 
@@ -102,17 +112,23 @@ def note(step: int) -> None:
         _here.seen[0] = step
 
 
+def has_stepped() -> bool:
+    """Whether this process has come to the end of an optimizer step."""
+    return _here.step > 0
+
+
 def failed() -> bool:
     """Whether an error has reached the top of this process."""
     return _here.failed or getattr(sys, "last_value", None) is not None
 
 
-def install(place: Place, logs: Path | None = None) -> None:
+def install(place: Place, logs: Callable[[], Path | None] | None = None) -> None:
     """Have this process leave its record when it ends, or its words where nobody collects records. Once is enough."""
     if _here.place is not None or place.launcher == "none":
         return
     _here.place, _here.pid = place, os.getpid()
-    _here.logs = logs and logs.absolute()
+    _here.logs = logs
+    atexit.register(_flush)  # first, so that it runs last
     if place.launcher == "torchrun":
         sys.excepthook = _hook_alone(sys.excepthook, place)
         return
@@ -123,6 +139,9 @@ def install(place: Place, logs: Path | None = None) -> None:
         return
     with contextlib.suppress(OSError):
         _here.seen = _shared_step(place.run_folder / f"step.{place.rank}")
+    with contextlib.suppress(OSError):
+        fifo = os.open(place.run_folder / NEWS, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        _here.news = fifo, os.fstat(fifo)
     sys.excepthook = _hook(sys.excepthook, place.rank)
     sys.exit = _exit(sys.exit)
     atexit.register(_at_exit)
@@ -138,7 +157,29 @@ def before_others() -> None:
 def joined(place: Place) -> None:
     """Tell the supervisor that this rank's script does take part."""
     if place.run_folder is not None:
-        (place.run_folder / f"joined.{place.rank}").touch(mode=0o600)
+        _news(f"joined {place.rank}")
+        _leave(place.run_folder / f"joined.{place.rank}", "")
+
+
+def reached() -> None:
+    """Remember that this rank has come to where the ranks meet, and may wait there for others."""
+    _here.reached = True
+
+
+def has_reached() -> bool:
+    """Whether it has."""
+    return _here.reached
+
+
+def comes(place: Place) -> None:
+    """Tell the other ranks of this host that this one waits for them now."""
+    if place.run_folder is not None:
+        _leave(place.run_folder / f"came.{place.rank}", "")
+
+
+def has_come(folder: Path, rank: int) -> bool:
+    """Whether a rank waits for the others, or has."""
+    return any((folder / f"{word}.{rank}").exists() for word in ("joined", "came"))
 
 
 def serves(number: int) -> None:
@@ -147,7 +188,7 @@ def serves(number: int) -> None:
     if place is not None:
         _here.name = f"server {number} (process {place.rank})"
         if place.run_folder is not None:
-            (place.run_folder / f"server.{place.rank}").write_text(str(number))
+            _leave(place.run_folder / f"server.{place.rank}", str(number))
 
 
 def is_server(folder: Path, rank: int) -> bool:
@@ -166,15 +207,19 @@ def name_of(folder: Path, rank: int) -> str:
 def say(text: str) -> None:
     """Print one line where the user looks: through the supervisor where there is one, else on stderr."""
     if not _news(f"say {text}"):
-        print(f"dtorch: {text}", file=sys.stderr, flush=True)
+        tell(f"dtorch: {text}")
 
 
-def fail(text: str) -> NoReturn:
-    """End this rank at once because ranks disagree; from any thread. Printed here only without a supervisor."""
+def fail(text: str, *, missing: int | None = None) -> NoReturn:
+    """End this rank at once because ranks disagree, or one does not come (`missing`); from any thread.
+
+    Printed here only without a supervisor.
+    """
     trace = where.stack_of_main_thread()
-    _write("raised", type=DesyncError.__name__, message=text, traceback=trace, where=where.of_main_thread(), code=1)
+    said = {"type": DesyncError.__name__, "message": text, "traceback": trace, "where": where.of_main_thread()}
+    _write("raised", **said, code=1, missing=missing)
     if not _news(f"raised {_here.place.rank if _here.place else 0}") and not _was_said(text):
-        print(f"dtorch: {DesyncError.__name__}: {text}", file=sys.stderr, flush=True)
+        tell(f"dtorch: {DesyncError.__name__}: {text}")
     os._exit(1)
 
 
@@ -238,7 +283,7 @@ def _hook(previous: Callable[..., Any], rank: int) -> Callable[..., None]:
         raised(error, shown=rank == 0 and not consequence)
         if rank == 0 and consequence:
             line = where.of_traceback(trace)
-            print(f"rank 0 ended because another rank did: {kind.__name__} at {line}", file=sys.stderr, flush=True)
+            tell(f"rank 0 ended because another rank did: {kind.__name__} at {line}")
         elif rank == 0 or not issubclass(kind, KeyboardInterrupt):
             previous(kind, error.with_traceback(_users(error)), error.__traceback__)
 
@@ -254,14 +299,15 @@ def _hook_alone(previous: Callable[..., Any], place: Place) -> Callable[..., Non
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _here.failed = True
-        at = f"at {where.of_traceback(trace)} (step {_here.step})"
+        _note_rows(error)
+        named, at = _named(place), f"at {where.of_traceback(trace)} (step {_here.step})"
         if is_consequence(error):
-            _print(f"{_named(place)} ended because another rank did: {kind.__name__}: {error} {at}")
+            tell(f"distributedtorch: {named} ended because another rank did: {shown(f'{kind.__name__}: {error} {at}')}")
         elif _was_said(f"{kind.__name__}: {error}"):
-            _print(f"{_named(place)} failed {at} too: the same {kind.__name__}")
+            tell(f"distributedtorch: {named} failed {at} too: the same {kind.__name__}")
         else:
             if names:
-                _print(f"{_named(place)} failed {at}")
+                tell(f"distributedtorch: {named} failed {at}")
             previous(kind, error.with_traceback(_users(error)), error.__traceback__)
         if not names:
             return
@@ -274,30 +320,26 @@ def _hook_alone(previous: Callable[..., Any], place: Place) -> Callable[..., Non
 
 def _was_said(text: str) -> bool:
     """Whether a rank of this host, started by the same process, has printed the same error; from now on one has."""
-    if _here.logs is None:
-        return False
-    with contextlib.suppress(OSError):
-        _here.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError, LaunchError):
+        folder = None if _here.logs is None else _here.logs()
+        if folder is None:
+            return False
+        private.folder(folder)
         mine = f"said.{os.getppid()}."
-        for old in _here.logs.glob("said.*"):
+        for old in folder.glob("said.*"):
             if not old.name.startswith(mine):
                 old.unlink(missing_ok=True)
-        mark = _here.logs / f"{mine}{zlib.crc32(text.encode()):08x}"
         try:
-            os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(private.create(folder / f"{mine}{zlib.crc32(text.encode()):08x}", os.O_WRONLY))
         except FileExistsError:
             return True
     return False
 
 
-def _print(text: str) -> None:
-    print(f"distributedtorch: {text}", file=sys.stderr, flush=True)
-
-
 def _say_exit(place: Place) -> None:
     code, line = _here.exit or (0, "")
     if code and not _here.failed and os.getpid() == _here.pid:
-        _print(f"{_named(place)} ends with code {code} at {line}")
+        tell(f"distributedtorch: {_named(place)} ends with code {code} at {line}")
 
 
 def _named(place: Place) -> str:
@@ -308,6 +350,7 @@ def raised(error: BaseException, *, shown: bool = False) -> None:
     """An error has come to the top of this rank: write the record and tell the supervisor."""
     _here.failed = True
     culprit = _culprit(error)
+    _note_rows(culprit)
     _write(
         "raised",
         type=type(culprit).__name__,
@@ -317,6 +360,7 @@ def raised(error: BaseException, *, shown: bool = False) -> None:
         where=where.of_traceback(culprit.__traceback__),
         code=1,
         consequence=is_consequence(error),
+        peer=next((e.rank for e in _chain(error) if isinstance(e, PeerError)), None),
     )
     if _here.place is not None and os.getpid() == _here.pid:
         _news(f"raised {_here.place.rank}")
@@ -328,6 +372,19 @@ def _users(error: BaseException) -> TracebackType | None:
     return where.users_frames(trace) if isinstance(error, DistributedTorchError) else trace
 
 
+def _note_rows(error: BaseException) -> None:
+    """Say with an error of the user's own where the rank had one row or none: a lone row has shapes of its own."""
+    rows = here().loop.rows
+    if rows is None or rows.mine > 1 or rows.everywhere < 2 or not isinstance(error, Exception):
+        return
+    if not isinstance(error, DistributedTorchError):
+        had = "1" if rows.mine else "none (another stands in)"
+        error.add_note(
+            f"this rank had {had} of the {rows.everywhere:g} rows of the present batch: x.squeeze() takes the "
+            "dimension of a lone row away too; name the one to drop, x.squeeze(-1)"
+        )
+
+
 def _exit(previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     """`sys.exit` that remembers its code and caller: neither can be learned at exit."""
 
@@ -337,6 +394,15 @@ def _exit(previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         previous(code)
 
     return exit
+
+
+def _flush() -> None:
+    """At exit: where nobody reads what this rank has printed any more, that is no failure of the run."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                with unread(stream):
+                    stream.flush()
 
 
 def _at_exit() -> None:
@@ -356,31 +422,33 @@ def _write(kind: Literal["raised", "exit", "ended"], **fields: Any) -> None:
     fields["traceback"] = "".join(str(fields.get("traceback", "")).splitlines(keepends=True)[-_MAX_LINES:])
     fields["message"] = str(fields.get("message", ""))[:4000]
     end = End(rank=place.rank, kind=kind, step=_here.step, time=time.monotonic(), **fields)
-    path = place.run_folder / f"end.{place.rank}.json"
+    _leave(place.run_folder / f"end.{place.rank}.json", json.dumps(asdict(end)))
+
+
+def _leave(path: Path, text: str) -> None:
+    """Put a file into the run folder, whole or not at all; somebody may have cleared that away meanwhile."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
-        temporary = path.with_suffix(".part")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(asdict(end), file)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(private.create(temporary, os.O_WRONLY), "w") as file:
+            file.write(text)
         temporary.replace(path)
 
 
 def _news(line: str) -> bool:
     """Speak to the supervisor without ever waiting for it; False where none listens."""
-    if _here.place is None or _here.place.run_folder is None:
+    if _here.news is None:
         return False
-    try:
-        fifo = os.open(_here.place.run_folder / NEWS, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    with contextlib.suppress(OSError), open(fifo, "wb", buffering=0) as file:
-        file.write(line.replace("\n", " ").encode()[:2000] + b"\n")
-        return True
+    fifo, known = _here.news
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(fifo), known):  # a script may close what it does not know
+            return os.write(fifo, line.replace("\n", " ").encode()[:2000] + b"\n") > 0
     return False
 
 
 def _shared_step(path: Path) -> memoryview:
     """Eight bytes of a file, mapped: a store to memory is all that a step costs."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = private.create(path, os.O_RDWR, new=False)
     try:
         os.ftruncate(descriptor, 8)
         return memoryview(mmap.mmap(descriptor, 8)).cast("q")

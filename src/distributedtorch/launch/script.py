@@ -44,6 +44,31 @@ def check(script: str, workers: int) -> None:
         raise LaunchError(unjoined(workers, _other_launcher(names)))
 
 
+def downloads(script: str) -> str:
+    """The line of a script at which every rank would download the same, as "train.py:9"; empty where there is none.
+
+    That is a call with `download=True`, unless it stands in a block that lets one rank go first.
+    """
+    try:
+        tree = ast.parse(Path(script).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    turns = [node for node in ast.walk(tree) if isinstance(node, ast.With) and any(map(_in_turn, node.items))]
+    guarded = {id(inner) for node in turns for inner in ast.walk(node)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in guarded]
+    found = [call.lineno for call in calls if any(map(_downloads, call.keywords))]
+    return f"{Path(script).name}:{min(found)}" if found else ""
+
+
+def _in_turn(item: ast.withitem) -> bool:
+    called = item.context_expr.func if isinstance(item.context_expr, ast.Call) else item.context_expr
+    return ast.unparse(called).rpartition(".")[2] in ("main_first", "lock")
+
+
+def _downloads(given: ast.keyword) -> bool:
+    return given.arg == "download" and isinstance(given.value, ast.Constant) and given.value.value is True
+
+
 def _imports(tree: ast.Module) -> set[str]:
     """Every imported name, dotted: `transformers.Trainer`; relative imports as ``."""
     names: set[str] = set()

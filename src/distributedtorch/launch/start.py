@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -19,9 +20,15 @@ from distributedtorch.core.shared import share
 from distributedtorch.core.step import Loop
 from distributedtorch.core.world import BEFORE_LEAVING, World, accelerator, here, set_here
 from distributedtorch.elastic import watch
-from distributedtorch.launch import adopt, record, reserve
-from distributedtorch.launch.join import among_workers, client, join, part, regroup
+from distributedtorch.launch import adopt, private, prompt, ranks, record, reserve
+from distributedtorch.launch import folder as folders
+from distributedtorch.launch.join import WORKERS, client, group_store, join, let_main_first, part, regroup
 from distributedtorch.launch.place import Place, find
+from distributedtorch.launch.reminder import reminding
+
+_SECONDS_TO_WAIT, _SECONDS_FOR_WATCH = 1800.0, 60.0
+"""How long a rank waits for others at least, in the back ends' own count, and for the watch to say who is missing."""
+_SECONDS_WITHOUT_END = 30 * 86400.0
 
 
 def prepare() -> Place:
@@ -36,25 +43,30 @@ def prepare() -> Place:
             joined=place.world == 1,
         )
     )
-    record.install(place, log_folder(place))
+    record.install(place, partial(log_folder, place))
+    prompt.install(place)
     reserve.hide_devices()
     if place.launcher == "none":
         return place
+    if place.launcher == "dtorch" and folders.VARIABLE in os.environ:
+        adopt.without_port(place, group_store)
     if accelerator() != "cpu":
         torch.accelerator.set_device_index(place.local_rank % torch.accelerator.device_count())
-    if place.launcher != "dtorch" and place.rank > 0:
+    if place.launcher != "dtorch" and place.world > 1:
         _to_log(place)
     if place.launcher in ("mpirun", "srun"):
         _share_cores(place)
+    let_main_first(place)
     return place
 
 
+@cache
 def log_folder(place: Place) -> Path | None:
     """Where the output of ranks above 0 goes; None for one process."""
     if place.launcher == "none":
         return None
     torchrun = f"torchrun-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{os.environ.get('MASTER_PORT')}"
-    return place.run_folder or Path(".dtorch") / (place.job or torchrun)
+    return place.run_folder or private.home() / (place.job or torchrun).replace("/", "_")
 
 
 def _share_cores(place: Place) -> None:
@@ -70,10 +82,10 @@ def _share_cores(place: Place) -> None:
 
 def _to_log(place: Place) -> None:
     """Without a supervisor: standard output of ranks above 0 goes to a file; errors stay where they are shown."""
-    folder = log_folder(place)
-    assert folder is not None
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = os.open(folder / f"rank{place.rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    folder = log_folder(place)  # also on rank 0, which names it: the script may change the working folder
+    if place.rank == 0 or folder is None:
+        return
+    log = private.create(private.folder(folder) / f"rank{place.rank}.log", os.O_WRONLY | os.O_APPEND, new=False)
     sys.stdout.flush()
     os.dup2(log, 1)
     os.close(log)
@@ -88,7 +100,8 @@ def join_world() -> World:
     with contextlib.suppress(ImportError):  # it ends, when Python does, what a server sends with: after what is below
         import zmq.utils.garbage  # noqa: F401
     adopt.before_destroy(_before_leaving)
-    join(place, device_type=accelerator())
+    with reminding(place):
+        join(place, device_type=accelerator(), timeout_seconds=_patience())
     _stand(world, place, client)
     world.joined = True
     return world
@@ -99,9 +112,13 @@ def _stand(world: World, place: Place, store: Callable[[], Store]) -> None:
     world.comm = Comm(place.rank, place.world)
     world.comm.share(*share(place.rank, place.world, store(), record.say))
     world.loop = Loop(world.comm)
+    if world.comm.shared is not None:
+        world.comm.shared.board.seconds_to_wait = _patience()
     atexit.register(world.comm.close)
     said = record.say if place.run_folder else None
-    world.end_watch = watch.start(place, store, lambda: _status(world), fail=record.fail, say=said)
+    hang, excuse = ranks.hang_asked(), partial(_excuse, world)
+    status = partial(_status, world)
+    world.end_watch = watch.start(place, store, status, fail=record.fail, say=said, hang=hang, excuse=excuse)
     atexit.unregister(_before_leaving)
     atexit.register(_before_leaving)
     record.before_others()
@@ -118,10 +135,10 @@ def go_on_with(workers: int, local_workers: int) -> None:
     world.end_watch()
     atexit.unregister(world.comm.close)
     world.comm.close()
-    regroup(mine, device_type=accelerator())
+    regroup(mine, device_type=accelerator(), timeout_seconds=_patience())
     if mine is not None:
         world.size, world.local_size = workers, local_workers
-        _stand(world, mine, lambda: among_workers(client()))
+        _stand(world, mine, lambda: client(within=WORKERS))
 
 
 def _before_leaving() -> None:
@@ -135,5 +152,25 @@ def _status(world: World) -> watch.Status:
     waiting, step, count = world.comm.waiting, world.loop.steps, world.comm.count
     exchange, since, among = waiting if waiting else (None, None, world.comm)
     ranks = () if among.world == world.comm.world else tuple(among.members)
-    at = where.of_main_thread()
-    return watch.Status(exchange=exchange, where=at, since=since, step=step, count=count, ranks=ranks)
+    at, busy = where.of_main_thread(), _busy(world, exchange or "")
+    return watch.Status(exchange=exchange, where=at, since=since, step=step, count=count, ranks=ranks, busy=busy)
+
+
+def _busy(world: World, exchange: str) -> str:
+    """Why others may have to wait for this rank for long."""
+    if where.at_prompt():
+        return watch.AT_A_PROMPT
+    if world.busy or exchange.startswith("save to "):
+        return world.busy or "a save"
+    return "" if record.has_stepped() else "its first step"
+
+
+def _patience() -> float:
+    """For how long an exchange waits by itself: the watch is to find a rank that does not come before, and say more."""
+    return min(max(ranks.hang_asked(), _SECONDS_TO_WAIT) + _SECONDS_FOR_WATCH, _SECONDS_WITHOUT_END)
+
+
+def _excuse(world: World, seconds: float) -> None:
+    """Seconds of a wait that count for no limit."""
+    if world.comm.shared is not None:
+        world.comm.shared.board.seconds_to_wait += seconds

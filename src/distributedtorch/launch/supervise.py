@@ -1,20 +1,25 @@
-"""The supervisor: starts the ranks, hosts the store they meet at, ends all of them together and names the first cause.
+"""The supervisor: starts the ranks, makes the folder they meet in, ends all of them together and names the first cause.
 
-It holds no model and takes part in no exchange. Everything it listens on is loopback. When a rank fails, the others
+It holds no model, takes part in no exchange and listens nowhere. When a rank fails, the others
 have 1.5 s to end by themselves (they write their records), then SIGTERM, then SIGKILL at 3 s; on Ctrl-C, SIGTERM or
 SIGHUP the ranks get the same signal and 2 s. Data workers go with their rank. If the supervisor itself is killed, the
 kernel kills the ranks.
 
-With `restarts` all ranks are started again after a failure, each time with a new store. What outlives an attempt is
-what checkpoints have, and the folder `kept` of the first one, where parameter servers keep what they have applied.
+With `restarts` all ranks are started again after a failure, each time with a new folder to meet in. What outlives an
+attempt is what checkpoints have, and the folder `kept` of the first one, where parameter servers keep what they have
+applied.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import datetime
+import json
 import multiprocessing
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -27,10 +32,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from distributedtorch.core.errors import LaunchError, PlanError, UsageError, explain
+from distributedtorch.core.errors import LaunchError, PlanError, UsageError, explain, tell
+from distributedtorch.launch import folder as folders
 from distributedtorch.launch import port as ports
+from distributedtorch.launch import private, record, verdict
 from distributedtorch.launch import ranks as processes
-from distributedtorch.launch import record, verdict
 from distributedtorch.launch import script as scripts
 from distributedtorch.launch.ranks import Rank
 
@@ -57,7 +63,7 @@ def supervise(
         workers: How many ranks to start.
         plan: Handed to the ranks as `DISTRIBUTEDTORCH_RUN_PLAN`; None leaves the environment as it is.
         script: The Python file the command runs, looked at before anything starts; None: not looked at.
-        port: Where the ranks meet, on loopback; None takes a free one.
+        port: MASTER_PORT, for a process group of the script's own, on loopback; None takes a free one.
         restarts: How often all ranks are started again after one has failed.
 
     Raises:
@@ -68,19 +74,20 @@ def supervise(
         raise LaunchError(explain(f"{workers} workers given", "at least 1", "give --workers a number from 1 up"))
     if restarts < 0:
         raise LaunchError(explain(f"{restarts} restarts given", "0 or more", "give --restarts a number from 0 up"))
+    processes.hang_asked()  # refused here if it cannot be read
+    _refuse_lost_folder()
     if script is not None:
         scripts.check(script, workers)
+    _have_standard_streams()
     job = _attempt(command, workers, plan, port, Again(restarts=restarts))
-    first = job.folder
+    first, past = job.folder, _Past()
     try:
         for attempt in range(1, restarts + 1):
-            if not job.may_start_again():
+            found = past.worth_another(job)
+            if found is None:
                 break
-            found = verdict.judge(job.ranks, job.folder)
-            if found.text.startswith(_MISTAKES):
-                break
-            _print(verdict.headline(found, job.folder))
-            _print(f"dtorch: starting again ({attempt} of {restarts})")
+            tell(verdict.headline(found, job.folder))
+            tell(f"dtorch: starting again ({attempt} of {restarts})")
             job = _attempt(command, workers, plan, port, Again(restarts=restarts, attempt=attempt, first=first))
     finally:
         shutil.rmtree(first / processes.KEPT, ignore_errors=True)
@@ -102,25 +109,53 @@ class Again:
         if not self.restarts:
             return {}
         kept = (self.first or folder) / processes.KEPT
-        kept.mkdir(mode=0o700, exist_ok=True)
-        return {processes.ATTEMPT_VARIABLE: str(self.attempt), processes.KEPT_VARIABLE: str(kept)}
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        hang = os.environ.get(processes.HANG_VARIABLE, processes.HANG_WITH_RESTARTS)
+        return {
+            processes.ATTEMPT_VARIABLE: str(self.attempt),
+            processes.KEPT_VARIABLE: str(kept),
+            processes.HANG_VARIABLE: hang,
+        }
+
+
+class _Past:
+    """What earlier starts of all ranks have come to."""
+
+    def __init__(self) -> None:
+        self.took_part = False
+        """Whether all ranks have joined, in any start: then their script can."""
+        self.hung: set[int] = set()
+        """The steps at which a rank did not come."""
+
+    def worth_another(self, job: Job) -> verdict.Verdict | None:
+        """The first cause of a start that failed, where another one may come further."""
+        self.took_part = self.took_part or all(rank.joined for rank in job.ranks)
+        if not self.took_part or not job.failed or job.signal is not None:
+            return None
+        found = verdict.judge(job.ranks, job.folder)
+        if found.text.startswith(_MISTAKES):
+            return None
+        if found.hung_at in self.hung:
+            tell(f"dtorch: a rank has not come at step {found.hung_at} for the second time: not started again")
+            return None
+        if found.hung_at is not None:
+            self.hung.add(found.hung_at)
+        return found
 
 
 def _attempt(command: list[str], workers: int, plan: str | None, port: int | None, again: Again) -> Job:
     """One run of all ranks, from start to end."""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(ports.listen(port))
+        number = stack.enter_context(ports.reserve(port)).getsockname()[1]
         folder = run_folder()
+        more = {folders.VARIABLE: str(stack.enter_context(folders.meeting())), **again.environment(folder)}
         job = stack.enter_context(supervised(folder))
-        number = listener.getsockname()[1]
         for rank in range(workers):
-            environ = {**processes.environment(rank, workers, number, folder, plan), **again.environment(folder)}
+            environ = {**processes.environment(rank, workers, number, folder, plan), **more}
             job.add(processes.start(rank, command, environ, folder))
-        store = ports.host(listener)  # after the start: ranks import torch meanwhile, and connect when this is ready
         job.wait()
         for key, _ in job.selector.select(0):  # a signal to all may have come to the ranks first
             key.data()
-        del store
     return job
 
 
@@ -133,6 +168,8 @@ class Job:
         self.failed = False
         self.unjoined: int | None = None
         self.signal: int | None = None
+        self.listen: Callable[[], None] = lambda: None
+        """Hears what ranks have said by now."""
         self._due: list[tuple[float, int]] = []
 
     def add(self, rank: Rank) -> None:
@@ -168,17 +205,12 @@ class Job:
         """One line from a rank."""
         word, _, text = line.partition(" ")
         if word == "say":
-            _print(f"dtorch: {text}")
+            tell(f"dtorch: {text}")
         elif word == "raised":
             self.fail()
-
-    def has_joined(self, rank: Rank) -> bool:
-        """Whether its script has called dt.distribute."""
-        return (self.folder / f"joined.{rank.number}").exists()
-
-    def may_start_again(self) -> bool:
-        """Whether a rank failed on its way, not at its start, and nobody asked for the end."""
-        return self.failed and self.signal is None and all(map(self.has_joined, self.ranks))
+        elif word == "joined":
+            for rank in self.ranks:
+                rank.joined = rank.joined or str(rank.number) == text
 
     def clear(self) -> None:
         for rank in self.ranks:
@@ -189,7 +221,9 @@ class Job:
             return
         rank.ended = time.monotonic()
         self.selector.unregister(rank.pidfd)
-        if rank.status == 0 and len(self.ranks) > 1 and not self.failed and not self.has_joined(rank):
+        self.listen()
+        rank.joined = rank.joined or (self.folder / f"joined.{rank.number}").exists()  # where there are no fifos
+        if rank.status == 0 and len(self.ranks) > 1 and not self.failed and not rank.joined:
             self.unjoined = rank.number
         if rank.status != 0 or self.unjoined is not None:
             self.fail()
@@ -203,14 +237,14 @@ class Job:
 def _conclude(job: Job, workers: int) -> int:
     """Print what there is to say, tidy the run folder, and give the exit code."""
     if job.signal is not None:
-        _print(f"dtorch: ended by {signal.Signals(job.signal).name}; logs: {job.folder}")
+        tell(f"dtorch: ended by {signal.Signals(job.signal).name}; logs: {job.folder}")
         return 128 + job.signal
     if job.unjoined is not None:
-        _print(f"dtorch: {_unjoined(job, workers)}\n  logs: {job.folder}")
+        tell(f"dtorch: {_unjoined(job, workers)}\n  logs: {job.folder}")
         return 2
     if job.failed:
         found = verdict.judge(job.ranks, job.folder)
-        _print(verdict.headline(found, job.folder))
+        tell(verdict.headline(found, job.folder))
         return found.code
     tidy(job)
     return 0
@@ -218,14 +252,14 @@ def _conclude(job: Job, workers: int) -> int:
 
 def tidy(job: Job) -> None:
     """After a good end: remove the run folder where no rank has written anything into its log."""
-    if all(rank.log is None or rank.log.stat().st_size == 0 for rank in job.ranks):
+    if not any(rank.log is not None and rank.log.exists() and rank.log.stat().st_size for rank in job.ranks):
         shutil.rmtree(job.folder, ignore_errors=True)
         with contextlib.suppress(OSError):
-            job.folder.parent.rmdir()
+            job.folder.parent.rmdir()  # only where it is empty
 
 
 def _unjoined(job: Job, workers: int) -> str:
-    took_part = [rank.number for rank in job.ranks if job.has_joined(rank)]
+    took_part = [rank.number for rank in job.ranks if rank.joined]
     if not took_part:
         return scripts.unjoined(workers)
     return explain(
@@ -236,18 +270,18 @@ def _unjoined(job: Job, workers: int) -> str:
 
 
 def run_folder() -> Path:
-    """`.dtorch/<UTC time>-<pid>` under the working folder, for this user only."""
+    """`.dtorch/<UTC time>-<random>` under the working folder, or if need be the temporary one, for this user only."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-    folder = Path.cwd() / ".dtorch" / f"{now}-{os.getpid()}"
-    try:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        while folder.exists():  # one process may supervise twice within a second
-            folder = folder.with_name(folder.name + "-next")
-        folder.mkdir(mode=0o700)
-    except OSError as error:
-        given = f"{folder.parent} cannot be written: {error.strerror}"
-        raise LaunchError(explain(given, "a folder for logs", "start from a folder you may write to")) from None
-    return folder
+    while True:
+        folder = private.home() / f"{now}-{secrets.token_hex(4)}"
+        try:
+            folder.mkdir(mode=0o700)
+            return folder
+        except FileNotFoundError:  # a job that has just ended found its parent empty, and removed it
+            continue
+        except OSError as error:
+            given = f"{folder.parent} cannot be written: {error.strerror}"
+            raise LaunchError(explain(given, "a folder for logs", "start from a folder you may write to")) from None
 
 
 @contextlib.contextmanager
@@ -255,11 +289,24 @@ def supervised(folder: Path) -> Iterator[Job]:
     """A job with ears for signals and for its ranks; whatever happens, nothing of it is left running."""
     with selectors.DefaultSelector() as selector:
         job = Job(folder, selector)
-        with _signals(selector, job.interrupt), _news(selector, folder, job.hear):
+        with _waited_for(), _signals(selector, job.interrupt), _news(selector, job):
             try:
                 yield job
             finally:
                 job.clear()
+
+
+@contextlib.contextmanager
+def _waited_for() -> Iterator[None]:
+    """Ends of children can be asked for, also where whoever started this process had them ignored."""
+    before = signal.getsignal(signal.SIGCHLD)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if before is signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, before)
 
 
 @contextlib.contextmanager
@@ -291,9 +338,9 @@ def _signals(selector: selectors.BaseSelector, act: Callable[[int], None]) -> It
 
 
 @contextlib.contextmanager
-def _news(selector: selectors.BaseSelector, folder: Path, hear: Callable[[str], None]) -> Iterator[None]:
+def _news(selector: selectors.BaseSelector, job: Job) -> Iterator[None]:
     """The fifo on which ranks speak. A file system without fifos costs the news, not the run."""
-    path = folder / record.NEWS
+    path = job.folder / record.NEWS
     try:
         os.mkfifo(path, 0o600)
         fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing too, so that it never ends
@@ -302,9 +349,11 @@ def _news(selector: selectors.BaseSelector, folder: Path, hear: Callable[[str], 
         return
 
     def listen() -> None:
-        for line in os.read(fifo, 65536).decode(errors="replace").splitlines():
-            hear(line)
+        with contextlib.suppress(BlockingIOError):  # all was heard already
+            for line in os.read(fifo, 65536).decode(errors="replace").splitlines():
+                job.hear(line)
 
+    job.listen = listen
     selector.register(fifo, selectors.EVENT_READ, listen)
     try:
         yield
@@ -313,10 +362,13 @@ def _news(selector: selectors.BaseSelector, folder: Path, hear: Callable[[str], 
         path.unlink(missing_ok=True)
 
 
-def _print(text: str) -> None:
-    """To stderr; a closed terminal must not stop the supervisor from ending the ranks."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+def _have_standard_streams() -> None:
+    """Where a standard stream is closed, something else would get its number, and what ranks print."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    while nowhere <= 2:
+        os.set_inheritable(nowhere, True)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+    os.close(nowhere)
 
 
 def _refuse_platform(workers: int) -> None:
@@ -325,21 +377,75 @@ def _refuse_platform(workers: int) -> None:
         raise LaunchError(explain(given, "Linux for several processes", "run one process here, or start on Linux"))
 
 
+def _refuse_lost_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        given = f"the working folder is gone ({error.strerror})"
+        raise LaunchError(explain(given, "a folder to run in", "change into one that is there")) from None
+
+
 def restart(workers: int) -> NoReturn:
-    """Run the command this process was started with `workers` times, then exit with the code of that run.
+    """Become the supervisor of the command this process was started with, run `workers` times.
+
+    This process keeps its number, its terminal and its environment, and ends with the code of that run. What the script
+    has made so far goes as at its end: output is flushed, functions registered at exit are called; data, threads, open
+    files and the use of a GPU are gone.
 
     Raises:
         LaunchError: There is no command to repeat, or this is not the process to repeat it from.
     """
     _refuse_platform(workers)
     _refuse_unrepeatable(workers)
-    sys.stdout.flush()
+    _refuse_lost_folder()
+    processes.restarts_asked(), processes.hang_asked()  # refused here if they cannot be read
     os.environ["DISTRIBUTEDTORCH_WORKERS_SOURCE"] = "call"
+    paths = json.dumps([path for path in sys.path if isinstance(path, str)])
     command = [sys.executable, *sys.orig_argv[1:]]
-    code = supervise(command, workers, plan=None, script=None, restarts=processes.restarts_asked())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    _go_back()
+    _let_go()
+    os.execve(sys.executable, [sys.executable, "-P", "-c", _SUPERVISOR, paths, str(workers), *command], os.environ)
+
+
+_SUPERVISOR = (
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "sys.argv[0] = os.path.join(os.path.dirname(sys.executable), 'dtorch'); "
+    "from distributedtorch.launch.supervise import again; again(int(sys.argv[2]), sys.argv[3:])"
+)
+"""What the starter becomes. By the first word of its arguments the package knows that it needs no torch."""
+
+
+def _go_back() -> None:
+    """Return to the folder this process was started in, where its command names the script from there."""
+    file = getattr(sys.modules["__main__"], "__file__", None) or ""
+    words = (word for word in sys.orig_argv[1:] if word and (word == file or file.endswith(os.sep + word)))
+    began = file.removesuffix(next(words, file))
+    if began and os.path.isdir(began):
+        os.chdir(began)
+
+
+def again(workers: int, command: list[str]) -> NoReturn:
+    """In the program that the starter has become: run the job, and exit with its code."""
+    try:
+        code = supervise(command, workers, plan=None, script=None, restarts=processes.restarts_asked())
+    except LaunchError as error:
+        tell(f"dtorch: {error}")
+        code = 2
+    sys.exit(code)
+
+
+def _let_go() -> None:
+    """Do what is done when a script ends, as far as another program in this process would not do it."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # the ranks set their own
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(descriptor, descriptor <= 2)
 
 
 def _refuse_unrepeatable(workers: int) -> None:

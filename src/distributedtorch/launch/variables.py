@@ -58,7 +58,7 @@ def _open_mpi(env: Mapping[str, str]) -> Started:
     )
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _parent()
     return Started(
-        launcher="mpirun", names=(rank, world, local_rank, local_world), values=env, job=_as_file_name(f"mpirun-{job}")
+        launcher="mpirun", names=(rank, world, local_rank, local_world), values=env, job=as_file_name(f"mpirun-{job}")
     )
 
 
@@ -67,7 +67,7 @@ def _mpich(env: Mapping[str, str]) -> Started:
         launcher="mpirun",
         names=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         values=env,
-        job=_as_file_name(f"mpirun-{env.get('PMI_JOBID') or _parent()}"),
+        job=as_file_name(f"mpirun-{env.get('PMI_JOBID') or _parent()}"),
     )
 
 
@@ -75,7 +75,7 @@ def _slurm(env: Mapping[str, str]) -> Started:
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
     here = _tasks_here(env.get(names[3], ""), env.get("SLURM_NODEID", "0"))
     values = {**{name: env[name] for name in names if name in env}, **({names[3]: here} if here else {})}
-    return Started(launcher="srun", names=names, values=values, job=_as_file_name(f"srun-{_step(env)}"))
+    return Started(launcher="srun", names=names, values=values, job=as_file_name(f"srun-{_step(env)}"))
 
 
 def _is_task(env: Mapping[str, str]) -> bool:
@@ -144,5 +144,6 @@ def start_time(pid: int) -> str:
         return ""
 
 
-def _as_file_name(text: str) -> str:
+def as_file_name(text: str) -> str:
+    """The text with nothing in it that a file's name cannot have."""
     return re.sub(r"[^A-Za-z0-9.-]", "_", text)

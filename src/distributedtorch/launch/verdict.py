@@ -33,6 +33,8 @@ class Verdict:
     """The lines to print under it."""
     shown: str = ""
     """Where the user has seen the error and its traceback already: what to print in place of `text`."""
+    hung_at: int | None = None
+    """The step at which the rank did not come, where that is what it did."""
 
 
 def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
@@ -43,7 +45,7 @@ def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
     if not causes and (early := _left_early(trained, ends)) is not None:
         return early
     if not causes:  # every rank blames another: the earliest is the nearest to the cause
-        causes = [_raised(end, 1) for end in ends.values() if end is not None and end.kind == "raised"]
+        causes = [_blamed(end, ends) for end in ends.values() if end is not None and end.kind == "raised"]
     if not causes:
         return Verdict(rank=0, time=0.0, text="ended without leaving a reason", code=1)
     first = min(causes, key=lambda cause: cause.time)
@@ -52,9 +54,15 @@ def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
 
 def _said_once(verdict: Verdict, end: End | None, shown: Sequence[End]) -> Verdict:
     """The same, without what stands on the user's terminal."""
-    if end is None or not any((one.type, one.message) == (end.type, end.message) for one in shown):
+    told = end is not None and any(_looks(one) == _looks(end) for one in shown)
+    if end is None or not told or not verdict.text.startswith(end.type):
         return verdict
     return replace(verdict, shown=f"{end.type}, see above", detail=verdict.detail.splitlines()[0])
+
+
+def _looks(end: End) -> tuple[str, list[str]]:
+    """What an error is known by; further lines may be about this rank alone."""
+    return end.type, end.message.splitlines()[:1]
 
 
 def headline(verdict: Verdict, folder: Path) -> str:
@@ -66,9 +74,11 @@ def headline(verdict: Verdict, folder: Path) -> str:
 
 def _cause(rank: Rank, end: End | None, folder: Path) -> Verdict | None:
     """What speaks for this rank being the first to fail, if anything."""
+    if end is not None and end.missing is not None:
+        return _hung(end, step_of(folder, end.missing))
     if end is not None and end.kind == "raised":
         return None if end.consequence else _raised(end, rank.status or 0)
-    step = "" if is_server(folder, rank.number) else _step(step_of(folder, rank.number))
+    step = "" if is_server(folder, rank.number) else _step(step_of(folder, rank.number), joined=rank.joined)
     detail = step + _tail(rank.log)
     if end is not None and end.kind == "exit" and end.code:  # also where it was stopped on its way out
         text = f"exited with code {end.code} at {end.where}"
@@ -80,12 +90,38 @@ def _cause(rank: Rank, end: End | None, folder: Path) -> Verdict | None:
     return Verdict(rank=rank.number, time=rank.ended or 0.0, text=text, code=code, detail=detail)
 
 
+def _hung(end: End, step: int | None) -> Verdict:
+    """A rank that did not come, as the one says that waited for it first."""
+    rank, at = end.rank if end.missing is None else end.missing, end.step if step is None else step
+    return Verdict(rank=rank, time=end.time, text=end.message, code=1, hung_at=at)
+
+
+def _blamed(end: End, ends: dict[int, End | None]) -> Verdict:
+    """A rank that ended because of another, which left nothing behind: that one did not come, or is out of reach."""
+    found = _raised(end, 1)
+    if end.peer is None or end.peer not in ends or ends[end.peer] is not None:
+        return found
+    at = f" at {end.where}" if end.where else ""
+    text = f"rank {end.rank} gave up waiting for it (step {end.step}{at}): {end.message}"
+    return replace(found, rank=end.peer, text=text)
+
+
 def _raised(end: End, status: int) -> Verdict:
     trace = "\n".join(end.traceback.splitlines()[-_LINES:])
     code = status if status > 0 else 1
     text = f"{end.type}: {end.message}" if end.message else end.type
     at = f", {end.where}" if end.where else ""
-    return Verdict(rank=end.rank, time=end.time, text=text, code=code, detail=f"at step {end.step}{at}\n{trace}")
+    detail = f"at step {end.step}{at}\n{trace}{_advice(end)}"
+    return Verdict(rank=end.rank, time=end.time, text=text, code=code, detail=detail)
+
+
+def _advice(end: End) -> str:
+    """What to do about an error that has to do with there being several ranks."""
+    if end.rank and end.type == "EOFError" and end.message == "EOF when reading a line":
+        return "\ndo: only rank 0 has standard input: take what is asked for there from an argument or a file"
+    if end.rank and end.type == "BdbQuit":
+        return "\ndo: only rank 0 has a terminal: call breakpoint(), where the others wait, not pdb.set_trace()"
+    return ""
 
 
 def _left_early(ranks: Sequence[Rank], ends: dict[int, End | None]) -> Verdict | None:
@@ -104,7 +140,10 @@ def _left_early(ranks: Sequence[Rank], ends: dict[int, End | None]) -> Verdict |
         f"while rank {other.rank} went on to step {max(other.step, step + 1)}"
     )
     detail = f"rank {other.rank} waited at {other.where}\n" if other.where else ""
-    do = "do: give every rank the same number of steps, and let all of them break, return or exit together"
+    do = (
+        "do: give every rank the same number of steps, and let all of them break, return or exit together: where each "
+        "judges by its own numbers, `if dt.any(flag): break`"
+    )
     return Verdict(rank=first.number, time=first.ended or 0.0, text=text, code=1, detail=detail + do)
 
 
@@ -124,7 +163,9 @@ def killed(number: int) -> str:
     return f"was killed by {name} (signal {number}){hint}"
 
 
-def _step(step: int | None) -> str:
+def _step(step: int | None, *, joined: bool) -> str:
+    if step is None and joined:  # what it had noted was cleared away
+        return ""
     return f"at step {step}\n" if step is not None else "before it joined\n"
 
 

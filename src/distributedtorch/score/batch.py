@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from distributedtorch.core.errors import UsageError, explain
 from distributedtorch.score.figure import length
@@ -19,8 +19,8 @@ _STEP = "pass step=lambda model, batch: (output, target)"
 
 
 def forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Output and target of an (input, target) batch, or of a dict with labels (`model(**batch)`)."""
-    _same_device(model, batch)
+    """Output and target of an (input, target) batch, or of a dict with labels (`model(**batch)`), beside the model."""
+    batch = _beside(model, batch)
     if isinstance(batch, Mapping):
         output, target = model(**batch), batch.get("labels")
         if target is None:
@@ -56,15 +56,22 @@ def _logits(output: Any) -> Any:
     return output if isinstance(output, Tensor) else getattr(output, "logits", output)
 
 
-def _same_device(model: nn.Module, batch: Any) -> None:
+def _beside(model: nn.Module, batch: Any) -> Any:
+    """The batch on the model's device: moved there from the host, refused from elsewhere."""
     own = {parameter.device for parameter in model.parameters()}
     given = {leaf.device for leaf in _tensors(batch)}
-    if len(own) == 1 and given - own:
-        device, other = next(iter(own)), sorted(map(str, given - own))[0]
+    if len(own) != 1 or not given - own:
+        return batch
+    device = next(iter(own))
+    strange = sorted(str(one) for one in given - own if one.type != "cpu")
+    if strange:
+        other = strange[0]
         move = f'step=lambda model, batch: (model(batch[0].to("{device}")), batch[1].to("{device}"))'
         raise UsageError(
             explain(f"the model is on {device}, the data on {other}", "both on one device", f"pass {move}")
         )
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributedtorch.core.errors import LaunchError, PeerError, explain
+from distributedtorch.core.errors import LaunchError, PeerError, explain, tell
 from distributedtorch.serve.board import Refused
 
 _HEADER = struct.Struct("<4sBBHIQqqI")
@@ -322,7 +321,7 @@ class Line:
 
 
 def _tell(text: str) -> None:
-    print(f"distributedtorch: {text}", file=sys.stderr, flush=True)
+    tell(f"distributedtorch: {text}")
 
 
 def refusal(error: Exception) -> Message:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.core.plan import Plan
+from distributedtorch.launch import folder as folders
 from distributedtorch.launch import ranks as processes
 from distributedtorch.launch import script as scripts
 from distributedtorch.verify import record
@@ -21,7 +22,8 @@ from distributedtorch.verify.runs import Run, read
 from distributedtorch.verify.verdict import HEAD, Verdict, judge
 
 _LINES = 25
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DISTRIBUTEDTORCH_RUN")
+_PLACE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_PLACE |= {"DISTRIBUTEDTORCH_RUN", folders.VARIABLE}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,7 @@ class Recorder:
         for root in roots:
             loss = float(root.detach().double().mean()) if units else 0.0
             if explicit and units:  # dt.weight has multiplied it
-                loss *= explicit.everywhere / (units * self.loop.comm.world)
+                loss *= (1.0 if explicit.summed else explicit.everywhere) / (units * self.loop.comm.world)
             self.losses.append((loss, units))
 
     def _exchanged(self, members: Sequence[Member]) -> None:

@@ -1,0 +1,102 @@
+"""Whether ranks have the same: a batch that each has read or drawn whole, told from a number that equal values share.
+
+Where no loader hands batches out, a step's first forward tells what it is about. It is looked at in the first two
+steps only: the first one's forward may be a trial of shapes. What compiled code is given cannot be seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+_STEPS = 2
+
+
+def proof_of(values: Any, *, anywhere: bool = False) -> float:
+    """A number that equal values share and others do not; -1 where there is nothing to tell it from.
+
+    Args:
+        values: Tensors, arrays, numbers and text, in lists, tuples and mappings; other things are left out.
+        anywhere: Look at what lies on a device, too: it may have been drawn there, from another random state.
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    return float(int.from_bytes(digest.digest())) if _take_in(digest, values, anywhere) else -1.0
+
+
+def _take_in(digest: Any, value: Any, anywhere: bool) -> bool:
+    """Take in all that can be told of a value; whether there was any."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or not value.numel() or not (anywhere or value.device.type == "cpu"):
+            return False
+        flat = value.detach().cpu().contiguous().view(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+        return True
+    if isinstance(value, bool | int | float | complex | str | bytes):
+        digest.update(repr(value).encode())
+        return True
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.dtype != object:
+        digest.update(value.tobytes())
+        return True
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any([_take_in(digest, one, anywhere) for one in inside])
+
+
+class Drawn:
+    """What each step's first forward was given, while no loader hands batches out."""
+
+    def __init__(self, busy: Callable[[], bool]) -> None:
+        self._busy = busy
+        self._hooks: list[RemovableHandle] = []
+        self._steps = self._calls = 0
+        self._inside: nn.Module | None = None
+        self._proof = -1.0
+        self.rows: int | None = None
+        """Their leading dimension, if they have one."""
+
+    def watch(self, models: Iterable[nn.Module], *, inside: bool) -> None:
+        """Look at the forwards of these models, and of what they are made of (`inside`)."""
+        modules = {module for model in models for module in (model.modules() if inside else [model])}
+        for module in [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]:
+            self._hooks.append(module.register_forward_pre_hook(self._begins, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._ends, always_call=True))
+
+    def close(self) -> None:
+        """Look at nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._inside is not None or self._busy():
+            return
+        self._inside = module
+        self._calls += 1
+        if self._calls == 1:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.rows = next((len(tensor) for tensor in tensors if tensor.dim()), None)
+            self._proof = -1.0 if self.over else proof_of(tensors, anywhere=True)
+
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self._inside:
+            self._inside = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it has told all it can."""
+        return self._steps >= _STEPS
+
+    def tell(self) -> float:
+        """What must be the same on all ranks at the end of this step; below 0: nothing that is sure."""
+        return self._proof if self._calls == 1 or self._steps else -1.0
+
+    def stepped(self) -> None:
+        """An optimizer has stepped: the next forward is about another batch."""
+        if self._calls:
+            self._steps += 1
+        self._calls, self._proof, self.rows, self._inside = 0, -1.0, None, None
