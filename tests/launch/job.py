@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from distributedtorch.core.errors import PeerError
+from distributedtorch.core.plan import Plan
 from distributedtorch.launch import join, place, record
 
 FAULT, RANK = sys.argv[1], int(sys.argv[2])
@@ -50,6 +51,11 @@ def fault(here: place.Place) -> None:
             raise PeerError("met while cleaning up")
 
 
+def refused() -> None:
+    """What every rank is told."""
+    Plan.of("zebra").check(2)
+
+
 def loop(here: place.Place) -> None:
     steps = 20 if FAULT == "none" else STEPS
     for step in range(1, steps + 1):
@@ -58,6 +64,8 @@ def loop(here: place.Place) -> None:
                 Path("fault").write_text(str(time.monotonic()))
                 return
             fault(here)
+        if FAULT == "refused" and step == AT + 1:
+            refused()
         record.note(step)
         dist.all_reduce(torch.ones(4))
         if here.rank == 0 and step == AT * 2:

@@ -1,4 +1,4 @@
-"""Which errors count as the consequence of another rank's end, and who is named."""
+"""Which errors count as the consequence of another rank's end, who is named, and what is shown of an error."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import PeerError, UsageError
+from distributedtorch.core.plan import Plan
 from distributedtorch.core.world import here
 from distributedtorch.launch import record
 from distributedtorch.launch.place import Place
 from distributedtorch.launch.ranks import Rank
 from distributedtorch.launch.record import End, is_consequence
-from distributedtorch.launch.verdict import judge
+from distributedtorch.launch.verdict import headline, judge
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:3504."
 
@@ -79,6 +80,54 @@ def test_an_exit_counts_though_the_rank_was_stopped_on_its_way_out(tmp_path: Pat
     ranks = [Rank(0, None, -1, None, status=1, ended=2.1), Rank(1, None, -1, None, status=-15, ended=3.0, stopped=True)]
     found = judge(ranks, tmp_path)
     assert (found.rank, found.code) == (1, 3) and "exited with code 3 at train.py:20" in found.text
+
+
+def shown_by(hook, error: BaseException, capsys) -> str:
+    hook(type(error), error, error.__traceback__)
+    return str(capsys.readouterr().err)
+
+
+def refused():
+    Plan.of("zebra").check(2)
+
+
+def test_an_error_of_the_library_ends_in_the_users_line(capsys, monkeypatch) -> None:
+    hook = record._hook(sys.__excepthook__, 0)
+    text = shown_by(hook, caught(refused), capsys)
+    assert "in refused" in text and "core/plan.py" not in text and text.count("no word of a plan") == 1
+    monkeypatch.setenv("DISTRIBUTEDTORCH_TRACEBACK", "full")
+    assert "core/plan.py" in shown_by(hook, caught(refused), capsys)
+
+
+def test_other_errors_keep_all_their_frames(capsys) -> None:
+    text = shown_by(record._hook(sys.__excepthook__, 0), caught(lambda: json.loads("{")), capsys)
+    assert "json/decoder.py" in text
+
+
+def test_the_headline_leaves_out_what_the_terminal_has(tmp_path: Path) -> None:
+    ends = [
+        End(
+            rank=0, kind="raised", type="UsageError", message="no\n  do: x", traceback="  File\n", time=2.0, shown=True
+        ),
+        End(rank=1, kind="raised", type="UsageError", message="no\n  do: x", traceback="  File\n", time=1.0),
+    ]
+    ranks = [Rank(rank, None, -1, None, status=1, ended=2.1) for rank in range(2)]
+
+    def said(*left: End) -> str:
+        for end in left:
+            (tmp_path / f"end.{end.rank}.json").write_text(json.dumps(asdict(end)))
+        return headline(judge(ranks, tmp_path), tmp_path)
+
+    assert said(*ends).splitlines()[:2] == ["dtorch: rank 1 failed first: UsageError, see above", "  at step 0"]
+    assert "do: x" in said(replace(ends[0], shown=False)) and "do: x" in said(replace(ends[0], message="other"))
+
+
+def test_one_rank_of_a_host_prints_the_same_error(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(record._here, "logs", lambda: tmp_path / "logs")
+    (tmp_path / "logs").mkdir(mode=0o700)
+    (tmp_path / "logs" / "said.1.0").touch()
+    assert [record._was_said(text) for text in ("a", "a", "b")] == [False, True, False]
+    assert not (tmp_path / "logs" / "said.1.0").exists(), "of an earlier run"
 
 
 @pytest.mark.parametrize(

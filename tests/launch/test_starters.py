@@ -77,7 +77,7 @@ def test_the_variables_of_srun_lead_to_the_same_weights(one_process, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("raise-lingering", r"failed: ValueError: a bad sample at .* in explode\(\) \(step 5\)"),
+        ("raise-lingering", r"failed at .* in explode\(\) \(step 5\)(?s:.*)ValueError: a bad sample"),
         pytest.param("exit", r"ends with code 3 at .* in fault\(\)", marks=pytest.mark.long),
     ],
 )
@@ -88,6 +88,13 @@ def test_a_failing_rank_ends_all_under_mpirun(start, fault, words):
     assert re.search(f"rank 1 of 2 on .* {words}", run.err), run.err
     assert "rank 0 of 2 on" not in run.err or "ended because another rank did" in run.err
     assert run.gone_within(1)
+
+
+@pytest.mark.long
+def test_torchrun_shows_an_error_of_all_ranks_once(start):
+    run = start(*TORCHRUN, JOB, "refused", "-1")
+    assert run.end() != 0
+    assert run.err.count("no word of a plan") == 1 and "core/plan.py" not in run.err
 
 
 DTORCH = ["-m", "distributedtorch", "run", "--workers", "2"]

@@ -31,7 +31,7 @@ def folder_of(run):
     ("fault", "rank", "words", "code"),
     [
         ("raise", 1, "rank 1 failed first: ValueError: a bad sample", 1),
-        pytest.param("raise", 0, "rank 0 failed first: ValueError: a bad sample", 1, marks=pytest.mark.long),
+        pytest.param("raise", 0, "rank 0 failed first: ValueError, see above", 1, marks=pytest.mark.long),
         ("raise-lingering", 1, "rank 1 failed first: ValueError: a bad sample", 1),
         pytest.param("foreign-hook", 1, "rank 1 failed first: ValueError: a bad sample", 1, marks=pytest.mark.long),
         pytest.param("in-handler", 1, "rank 1 failed first: ValueError: a bad sample", 1, marks=pytest.mark.long),
@@ -59,6 +59,15 @@ def test_the_first_cause_is_named_and_all_end(job, fault, rank, words, code):
     assert str(folder_of(run)) in run.err
     if "ValueError" in words:
         assert "in explode()" in run.err
+        assert run.err.count("a bad sample") == run.err.count('("a bad sample")') + 1, "its text once, beside its line"
+
+
+def test_an_error_of_all_ranks_is_shown_once_with_the_users_frames(job):
+    run = job("refused", -1)
+    assert run.end() == 1, run.err
+    assert run.err.count("no word of a plan") == 1, run.err
+    assert "PlanError, see above" in run.err and "in refused()" in run.err
+    assert "core/plan.py" not in run.err and "in loop" in run.err
 
 
 def test_a_good_run_ends_with_0_and_leaves_nothing(job):

@@ -10,6 +10,9 @@ import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
 
+FULL = "DISTRIBUTEDTORCH_TRACEBACK"
+"""Set to `full`, tracebacks are shown with the frames of the library too."""
+
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _FOREIGN = (
     str(Path(__file__).resolve().parents[1]) + os.sep,
@@ -39,7 +42,34 @@ def of_traceback(trace: TracebackType | None) -> str:
 
 def of_main_thread() -> str:
     """The line of the user's own code the main thread is at now; callable from any thread."""
-    return of_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    return of_frame(_main_frame())
+
+
+def users_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback with the frames of the user's own code; as it is where there are none, or where all are asked for."""
+    links = []
+    link = trace
+    while link is not None:
+        links.append(link)
+        link = link.tb_next
+    own = [link for link in links if is_users(link.tb_frame.f_code.co_filename)]
+    if not own or os.environ.get(FULL) == "full":
+        return trace
+    kept: TracebackType | None = None
+    for link in reversed(own):
+        kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return kept
+
+
+def stack_of_main_thread() -> str:
+    """Where the main thread is now, as `users_frames` of a traceback; callable from any thread."""
+    stack = traceback.extract_stack(_main_frame())
+    own = [frame for frame in stack if is_users(frame.filename)]
+    return "".join(traceback.format_list(stack if not own or os.environ.get(FULL) == "full" else own))
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def at_prompt() -> bool:

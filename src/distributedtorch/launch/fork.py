@@ -205,7 +205,8 @@ def _work(task: Task) -> NoReturn:
             print(error.code, file=sys.stderr)
     except BaseException as error:
         reserve.remark(error)
-        record.raised(error)
+        trace = error.__traceback__  # begins in this function
+        record.raised(error.with_traceback(trace.tb_next or trace if trace else None))
     finally:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -231,7 +232,7 @@ def _conclude(job: Job) -> Any:
     if job.failed:
         found = verdict.judge(job.ranks, job.folder)
         end = record.read(job.folder, found.rank)
-        trace = end.traceback if end is not None else ""
+        trace = f"Traceback (most recent call last):\n{end.traceback}" if end is not None and end.traceback else ""
         advice = found.advice if end is None else found.advice or verdict.advice(end)
         more = trace + "".join(f"  {line}\n" for line in advice.splitlines())
         text = f"{record.name_of(job.folder, found.rank)} failed first: {found.text}\n{more}  logs: {job.folder}"

@@ -5,8 +5,10 @@ exited or ended, the error, the last lines of its traceback, the user's line, th
 the error is only the consequence of another rank's end. Through the fifo `news` in the same folder it tells the
 supervisor at once, even when the process itself takes long to leave.
 
-Under mpirun and srun there is no supervisor of ours: they end the others when one process ends with an error. There a
-rank prints its error under its number, a mere consequence as one line, and is gone 3 s later whatever still runs in it.
+Under mpirun, srun and torchrun there is no supervisor of ours: they end the others when one process ends with an error,
+and show what each prints. There a rank prints its error, as one line where it is a mere consequence or where a rank of
+its host has printed the same one; under mpirun and srun it says its number too, and is gone 3 s later whatever still
+runs in it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +31,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from distributedtorch.core import where
-from distributedtorch.core.errors import DesyncError, DistributedTorchError, PeerError, shown, tell, unread
+from distributedtorch.core.errors import DesyncError, DistributedTorchError, LaunchError, PeerError, shown, tell, unread
 from distributedtorch.core.world import here
 from distributedtorch.launch import private
 from distributedtorch.launch.place import Place
@@ -64,7 +67,9 @@ class End:
     message: str = ""
     """The error's text."""
     traceback: str = ""
-    """Its last lines."""
+    """The last lines of its traceback, without the error itself."""
+    shown: bool = False
+    """Whether it was shown on the user's terminal."""
     where: str = ""
     """The innermost line of the user's own code."""
     step: int = 0
@@ -86,6 +91,7 @@ class _Rank:
 
     def __init__(self) -> None:
         self.place: Place | None = None
+        self.logs: Callable[[], Path | None] | None = None
         self.name = ""
         self.pid = 0
         self.step = 0
@@ -121,12 +127,16 @@ def failed() -> bool:
     return _here.failed or getattr(sys, "last_value", None) is not None
 
 
-def install(place: Place) -> None:
+def install(place: Place, logs: Callable[[], Path | None] | None = None) -> None:
     """Have this process leave its record when it ends, or its words where nobody collects records. Once is enough."""
-    if _here.place is not None or place.launcher in ("none", "torchrun"):
+    if _here.place is not None or place.launcher == "none":
         return
     _here.place, _here.pid = place, os.getpid()
+    _here.logs = logs
     atexit.register(_flush)  # first, so that it runs last
+    if place.launcher == "torchrun":
+        sys.excepthook = _hook_alone(sys.excepthook, place)
+        return
     if place.run_folder is None:
         sys.excepthook = _hook_alone(sys.excepthook, place)
         sys.exit = _exit(sys.exit)
@@ -219,10 +229,10 @@ def fail(text: str, *, missing: int | None = None) -> NoReturn:
 
     Printed here only without a supervisor.
     """
-    trace = "".join(traceback.format_stack(sys._current_frames().get(_main_ident())))
+    trace = where.stack_of_main_thread()
     said = {"type": DesyncError.__name__, "message": text, "traceback": trace, "where": where.of_main_thread()}
     _write("raised", **said, code=1, missing=missing)
-    if not _news(f"raised {_here.place.rank if _here.place else 0}"):
+    if not _news(f"raised {_here.place.rank if _here.place else 0}") and not _was_said(text):
         tell(f"dtorch: {DesyncError.__name__}: {text}")
     os._exit(1)
 
@@ -279,39 +289,65 @@ def _hook(previous: Callable[..., Any], rank: int) -> Callable[..., None]:
     """An excepthook that writes the record first.
 
     On the terminal of rank 0 a mere consequence is one line, so that the first cause stands out; its traceback is in
-    the record. A Ctrl-C is shown by rank 0 alone.
+    the record. A Ctrl-C is shown by rank 0 alone. An error of the library is shown with the user's frames only.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        raised(error)
-        if rank == 0 and is_consequence(error):
+        consequence = is_consequence(error)
+        raised(error, shown=rank == 0 and not consequence)
+        if rank == 0 and consequence:
             line = where.of_traceback(trace)
             tell(f"rank 0 ended because another rank did: {kind.__name__} at {line}")
         elif rank == 0 or not issubclass(kind, KeyboardInterrupt):
-            previous(kind, error, trace)
+            previous(kind, error.with_traceback(_users(error)), error.__traceback__)
 
     return hook
 
 
 def _hook_alone(previous: Callable[..., Any], place: Place) -> Callable[..., None]:
-    """An excepthook for a rank without a supervisor: who failed and where, then the way out."""
+    """An excepthook for a rank without a supervisor: who failed and where, then the way out.
+
+    Torchrun says who failed, and ends the others, by itself.
+    """
+    names = place.launcher != "torchrun"
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _here.failed = True
         _note_rows(error)
-        named = _named(place)
-        said = f"{kind.__name__}: {error} at {where.of_traceback(trace)} (step {_here.step})"
-        said = shown(said)
+        named, at = _named(place), f"at {where.of_traceback(trace)} (step {_here.step})"
         if is_consequence(error):
-            tell(f"distributedtorch: {named} ended because another rank did: {said}")
+            tell(f"distributedtorch: {named} ended because another rank did: {shown(f'{kind.__name__}: {error} {at}')}")
+        elif _was_said(f"{kind.__name__}: {error}"):
+            tell(f"distributedtorch: {named} failed {at} too: the same {kind.__name__}")
         else:
-            tell(f"distributedtorch: {named} failed: {said}")
-            previous(kind, error, trace)
+            if names:
+                tell(f"distributedtorch: {named} failed {at}")
+            previous(kind, error.with_traceback(_users(error)), error.__traceback__)
+        if not names:
+            return
         late = threading.Timer(_SECONDS_TO_LEAVE, os._exit, (1,))  # a thread that lingers must not keep all others
         late.daemon = True
         late.start()
 
     return hook
+
+
+def _was_said(text: str) -> bool:
+    """Whether a rank of this host, started by the same process, has printed the same error; from now on one has."""
+    with contextlib.suppress(OSError, LaunchError):
+        folder = None if _here.logs is None else _here.logs()
+        if folder is None:
+            return False
+        private.folder(folder)
+        mine = f"said.{os.getppid()}."
+        for old in folder.glob("said.*"):
+            if not old.name.startswith(mine):
+                old.unlink(missing_ok=True)
+        try:
+            os.close(private.create(folder / f"{mine}{zlib.crc32(text.encode()):08x}", os.O_WRONLY))
+        except FileExistsError:
+            return True
+    return False
 
 
 def _say_exit(place: Place) -> None:
@@ -324,7 +360,7 @@ def _named(place: Place) -> str:
     return f"{_here.name or f'rank {place.rank} of {place.world}'} on {socket.gethostname()}"
 
 
-def raised(error: BaseException) -> None:
+def raised(error: BaseException, *, shown: bool = False) -> None:
     """An error has come to the top of this rank: write the record and tell the supervisor."""
     _here.failed = True
     culprit = _culprit(error)
@@ -332,8 +368,9 @@ def raised(error: BaseException) -> None:
     _write(
         "raised",
         type=type(culprit).__name__,
-        message=str(culprit),
-        traceback="".join(traceback.format_exception(culprit, chain=False)),
+        message="\n".join([str(culprit), *getattr(culprit, "__notes__", [])]),
+        traceback="".join(traceback.format_tb(_users(culprit))),
+        shown=shown and culprit is error,
         where=where.of_traceback(culprit.__traceback__),
         code=1,
         consequence=is_consequence(error),
@@ -341,6 +378,12 @@ def raised(error: BaseException) -> None:
     )
     if _here.place is not None and os.getpid() == _here.pid:
         _news(f"raised {_here.place.rank}")
+
+
+def _users(error: BaseException) -> TracebackType | None:
+    """The traceback to show: an error of the library ends in the user's own line."""
+    trace = error.__traceback__
+    return where.users_frames(trace) if isinstance(error, DistributedTorchError) else trace
 
 
 def _note_rows(error: BaseException) -> None:
@@ -379,7 +422,7 @@ def _flush() -> None:
 def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException) and not _here.written:
-        raised(error)  # another excepthook took the place of ours
+        raised(error, shown=_here.place is not None and _here.place.rank == 0)  # another excepthook is in place of ours
     code, line = _here.exit or (0, "")
     _write("exit" if code else "ended", code=code, where=line)
 
@@ -425,7 +468,3 @@ def _shared_step(path: Path) -> memoryview:
         return memoryview(mmap.mmap(descriptor, 8)).cast("q")
     finally:
         os.close(descriptor)
-
-
-def _main_ident() -> int:
-    return threading.main_thread().ident or 0

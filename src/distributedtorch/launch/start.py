@@ -45,7 +45,7 @@ def prepare() -> Place:
             joined=place.world == 1,
         )
     )
-    record.install(place)
+    record.install(place, partial(log_folder, place))
     prompt.install(place)
     reserve.hide_devices()
     if place.launcher == "none":

@@ -33,6 +33,8 @@ class Verdict:
     """The lines to print under it."""
     advice: str = ""
     """What is needed, and what to do, where that is known."""
+    shown: str = ""
+    """Where the user has seen the error and its traceback already: what to print in place of `text`."""
     hung_at: int | None = None
     """The step at which the rank did not come, where that is what it did."""
 
@@ -48,12 +50,26 @@ def judge(ranks: Sequence[Rank], folder: Path) -> Verdict:
         causes = [_blamed(end, ends) for end in ends.values() if end is not None and end.kind == "raised"]
     if not causes:
         return Verdict(rank=0, time=0.0, text="ended without leaving a reason", code=1)
-    return min(causes, key=lambda cause: cause.time)
+    first = min(causes, key=lambda cause: cause.time)
+    return _said_once(first, ends[first.rank], [end for end in ends.values() if end is not None and end.shown])
+
+
+def _said_once(verdict: Verdict, end: End | None, shown: Sequence[End]) -> Verdict:
+    """The same, without what stands on the user's terminal."""
+    told = end is not None and any(_looks(one) == _looks(end) for one in shown)
+    if end is None or not told or not verdict.text.startswith(end.type):
+        return verdict
+    return replace(verdict, shown=f"{end.type}, see above", detail=verdict.detail.splitlines()[0])
+
+
+def _looks(end: End) -> tuple[str, list[str]]:
+    """What an error is known by; further lines may be about this rank alone."""
+    return end.type, end.message.splitlines()[:1]
 
 
 def headline(verdict: Verdict, folder: Path) -> str:
     """The block printed when a run fails."""
-    lines = [f"dtorch: {name_of(folder, verdict.rank)} failed first: {verdict.text}"]
+    lines = [f"dtorch: {name_of(folder, verdict.rank)} failed first: {verdict.shown or verdict.text}"]
     lines += [f"  {line}" for line in (*verdict.detail.splitlines(), *verdict.advice.splitlines())]
     return "\n".join([*lines, f"  logs: {folder}"])
 
