@@ -65,13 +65,13 @@ def distribute(
     """
     effective, origin = resolve(*sources(os.environ), plan or RUN.plan)
     effective = verify_record.plan_here(effective)
-    place = find()
+    place, own_group = find(), dist.is_initialized() and not here().joined
     if not here().joined or here().size + here().servers == 1:
         check_group(place)
     _start(verify_record.workers_here(workers), effective)
     world = here()
     objects = tuple(unwrapped(thing, place) for thing in objects)
-    if dist.is_initialized():
+    if own_group:
         switch_off_around([thing for thing in objects if isinstance(thing, nn.Module)])
     effective.check(world.size + world.servers * bool(effective.apart), world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])

@@ -71,3 +71,12 @@ def test_the_model_comes_out_of_its_wrapper_without_its_hooks(group, capsys):
     inner(torch.ones(1, 2)).sum().backward()
     assert inner.weight.grad is not None
     assert adopt.unwrapped(inner, place()) is inner
+
+
+def test_a_wrapper_that_the_loop_may_go_on_with_exchanges_nothing(group):
+    inner, other = nn.Sequential(nn.Linear(2, 1)), nn.Linear(2, 1)
+    around, part, apart = map(nn.parallel.DistributedDataParallel, (inner, inner[0], other))
+    adopt.switch_off_around([inner])
+    assert "forward" in vars(around) and "forward" in vars(part) and "forward" not in vars(apart)
+    around(torch.ones(1, 2)).sum().backward()
+    assert inner[0].weight.grad is not None
