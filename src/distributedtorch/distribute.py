@@ -78,10 +78,11 @@ def distribute(
         LaunchError: The processes cannot be started, or do not fit together.
     """
     dims = _dims(batch_dim)
+    own_group = dist.is_initialized() and not here().joined
     effective, origin = enter(plan or RUN.plan, workers)
     world, place = here(), find()
     objects = tuple(unwrapped(thing, place) for thing in objects)
-    if dist.is_initialized():
+    if own_group:
         switch_off_around([thing for thing in objects if isinstance(thing, nn.Module)])
     effective.check(world.size + world.servers * bool(effective.apart), world.local_size)
     given = inspect.sort(objects, known=[*RUN.models, *RUN.optimizers, *RUN.schedulers, *RUN.loaders])

@@ -106,3 +106,12 @@ def test_a_group_of_all_ranks_is_found_without_a_port(monkeypatch, args, words, 
     for given in made:
         given["store"].set("key", "")
     assert store.num_keys() == 2, "a second group finds nothing of the first one's"
+
+
+def test_a_wrapper_that_the_loop_may_go_on_with_exchanges_nothing(group):
+    inner, other = nn.Sequential(nn.Linear(2, 1)), nn.Linear(2, 1)
+    around, part, apart = map(nn.parallel.DistributedDataParallel, (inner, inner[0], other))
+    adopt.switch_off_around([inner])
+    assert "forward" in vars(around) and "forward" in vars(part) and "forward" not in vars(apart)
+    around(torch.ones(1, 2)).sum().backward()
+    assert inner[0].weight.grad is not None
