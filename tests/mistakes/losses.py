@@ -11,6 +11,7 @@ model = nn.Sequential(*first, *last)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 """
 CAPTIONS = """
+model, optimizer, loader = dt.distribute(model, optimizer, DataLoader(data, {batch}))
 for _ in range(2):
     for x, y in loader:
         out, tokens = model(x), (x[:, 0] > 0).double() * 3 + {least}
@@ -284,7 +285,7 @@ SCRIPTS = [
     *(
         Script(
             name=f"captions of unlike lengths over BatchNorm, {batch} rows, at least {least} tokens",
-            body=NORM + GIVEN.format(batch) + CAPTIONS.format(least=least),
+            body=NORM + CAPTIONS.format(batch=batch, least=least),
             before=before,
         )
         for batch, least, before in UNLIKE
