@@ -36,6 +36,19 @@ def slopes(m: nn.Module, x: Tensor) -> Tensor:
     return torch.autograd.grad(m(x).square().sum(), x, create_graph=True)[0]
 
 
+class Mean(torch.autograd.Function):
+    """A mean over rows that the graph does not show."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.mean(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].expand(ctx.shape) / ctx.shape[0]
+
+
 FORMS: dict[str, Loss] = {
     "cross entropy": lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y),
     "flat": lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten(), label_smoothing=0.1),
@@ -59,6 +72,11 @@ FORMS: dict[str, Loss] = {
     "einsum over shares": lambda m, x, y: torch.einsum("bt,bt->", each(m, x, y), torch.full(y.shape, 1 / len(x))),
     "einsum": lambda m, x, y: torch.einsum("bt,bt->", each(m, x, y), torch.ones(y.shape)),
     "dot over shares": lambda m, x, y: each(m, x, y).mean(1) @ (torch.ones(len(x)) / len(x)),
+    "product with shares": lambda m, x, y: (
+        each(m, x, y).mean() + (torch.full((CLASSES, len(x)), 1 / len(x)) @ m(x).mean(1)).sum()
+    ),
+    "a function of one's own": lambda m, x, y: -0.3 * Mean.apply(each(m, x, y)).sum(),
+    "a function of one's own, added": lambda m, x, y: each(m, x, y).mean() + Mean.apply(m(x).mean((1, 2))).sum(),
     "root": lambda m, x, y: each(m, x, y).mean().sqrt(),
     "roots": lambda m, x, y: each(m, x, y).sqrt().mean(),
     "product": lambda m, x, y: each(m, x, y).mean() * m(x).square().mean(),
@@ -211,3 +229,17 @@ def test_losses_of_batches_nobody_counted() -> None:
         read([m(x).sum()], 2, 0)
     for loss in (m(x).mean() + m(x).sum(), m(x).mean().sqrt(), m(x).norm()):
         read([loss], 2, 0)
+
+
+def test_tensors_of_other_kinds_are_read() -> None:
+    m, x, _ = data(6, 3)
+    ragged = torch.nested.nested_tensor([torch.randn(2, 5), torch.randn(3, 5)], layout=torch.jagged)
+    wave = torch.complex(m(x), m(x))
+    for loss in (
+        m(ragged).sum(-1).values().mean() + m(ragged).values().square().sum() / 5,
+        (wave * torch.tensor(2j)).abs().mean() + torch.view_as_real(wave.sum() * torch.tensor(1j)).mean(),
+        torch.utils.checkpoint.checkpoint(lambda given: m(given).square().mean(), x, use_reentrant=False),
+        torch.vmap(lambda row: m(row).square().sum())(x).mean(),
+        torch.sparse.mm(torch.eye(6).to_sparse(), m(x)[:, 0]).mean(),
+    ):
+        assert read([loss], 2, 6).kept is None

@@ -10,7 +10,13 @@ first, last = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh()], [nn.Linear(8, 8),
 model = nn.Sequential(*first, *last)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 """
+WAVES = """
+first = [nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2, bias=False), nn.BatchNorm1d(3)]
+model = nn.Sequential(*first, nn.Tanh(), nn.Flatten(), nn.Linear(9, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+"""
 CAPTIONS = """
+model, optimizer, loader = dt.distribute(model, optimizer, DataLoader(data, {batch}))
 for _ in range(2):
     for x, y in loader:
         out, tokens = model(x), (x[:, 0] > 0).double() * 3 + {least}
@@ -284,10 +290,15 @@ SCRIPTS = [
     *(
         Script(
             name=f"captions of unlike lengths over BatchNorm, {batch} rows, at least {least} tokens",
-            body=NORM + GIVEN.format(batch) + CAPTIONS.format(least=least),
+            body=NORM + CAPTIONS.format(batch=batch, least=least),
             before=before,
         )
         for batch, least, before in UNLIKE
+    ),
+    Script(
+        name="captions over BatchNorm, a rank without rows",
+        body=WAVES + CAPTIONS.format(batch=19, least=1),
+        before="weights differ by 1e-3",
     ),
     *(
         Script(name=name, body=WEIGHTED.format(batch=batch, plan=plan, acts=acts), before="no such argument")

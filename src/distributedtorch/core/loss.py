@@ -20,17 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from distributedtorch.core.errors import UsageError, explain
-
-Link = tuple[Any, int]
-"""A node of the graph, and which of its results."""
+from distributedtorch.core.graph import (
+    VIEW,
+    Link,
+    constant_of,
+    constants_of,
+    dims_of,
+    parents_of,
+    pieces_of,
+    shape_of,
+    shapes_of,
+    sizes_of,
+    stem_of,
+)
 
 _MEAN, _SUM = 1, 2
 _STEPS = 256
 """Nodes looked at in one backward, at most."""
 _DEPTH = 8
 _ADD = {"Add", "Sub", "Rsub"}
-_VIEW = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Permute", "Transpose"}
-_SAME = {*_VIEW, "ToCopy", "Clone", "Alias", "Neg"}
+_SAME = {*VIEW, "ToCopy", "Clone", "Alias", "Neg"}
 _LINEAR = {*_ADD, *_SAME, "Mul", "Div", "T", "MaskedFill", "Where", "Slice"}
 _BEND = {"Sqrt", "Rsqrt", "Log", "Log2", "Log10", "Log1P", "Pow", "Exp", "Expm1", "Exp2", "Reciprocal"} | {
     *("Sigmoid", "Tanh", "Softplus", "LogSigmoid")
@@ -78,7 +87,7 @@ def read(roots: Sequence[Tensor], world: int, rows: int) -> Seen:
     reader = _Reader(rows)
     for root in roots:
         if root.grad_fn is not None and root.numel() == 1:
-            reader.over, reader.mixed = (), False
+            reader.root, reader.over, reader.mixed = root.grad_fn, (), False
             if reader.number((root.grad_fn, root.output_nr)) in (Kind.SUM, Kind.MAYBE):
                 raise UsageError(_mixed(reader.over) if reader.mixed else _summed(root.grad_fn, reader.over))
     return Seen(kept=sum(reader.kept) if reader.kept else None, counts=tuple(reader.counts))
@@ -97,17 +106,20 @@ class _Reader:
         self.left = _STEPS
         self.kept: list[float] = []
         self.counts: list[float] = []
+        self.root: Any = None
         self.over: tuple[int, ...] = ()
         """The shape of what was summed last."""
         self.mixed = False
         """Whether a sum over rows was added to something else."""
+        self.summing = False
+        """Whether the tensor that is looked at will be summed, so that its constant factors matter."""
 
     # Numbers.
 
     def number(self, link: Link) -> Kind:
         """What a value of one number is."""
         node, _ = link
-        stem, reduction = _stem(node), getattr(node, "_saved_reduction", 0)
+        stem, reduction = stem_of(node), getattr(node, "_saved_reduction", 0)
         self.left -= 1
         if self.left < 0:
             return Kind.BLIND
@@ -116,7 +128,7 @@ class _Reader:
         if stem in _ADD:
             return self._joined(self._addends(link))
         if stem in _SAME:
-            return self.number(_parents(node)[0])
+            return self.number(parents_of(node)[0])
         if stem in _BEND:
             return self._bent(node, stem)
         if stem in _OF_ALL:
@@ -136,10 +148,10 @@ class _Reader:
 
     def _loss(self, node: Any, stem: str, reduction: int) -> Kind:
         """One of torch's own losses."""
-        parents = _parents(node)
+        parents = parents_of(node)
         if all(self.tensor(parent) is Kind.FREE for parent in parents):
             return Kind.FREE
-        shape = _shape(parents[0])
+        shape = shape_of(parents[0])
         if reduction == _SUM:
             self.over = shape
             return Kind.SUM
@@ -154,8 +166,8 @@ class _Reader:
         while left:
             node, number = left.pop()
             self.left -= 1
-            if self.left > 0 and _stem(node) in _ADD:
-                left += _parents(node)[::-1]
+            if self.left > 0 and stem_of(node) in _ADD:
+                left += parents_of(node)[::-1]
             else:
                 yield node, number
 
@@ -183,17 +195,17 @@ class _Reader:
     def _row(self, link: Link) -> int | None:
         """The row that was taken out of a tensor for this number."""
         for _ in range(_DEPTH):
-            parents = _parents(link[0])
+            parents = parents_of(link[0])
             if len(parents) != 1:
                 return None
             link = parents[0]
             node, number = link
-            stem, shape = _stem(node), _shape(link)
+            stem, shape = stem_of(node), shape_of(link)
             if stem not in ("Unbind", "Select", "Slice"):
                 continue
             inner = shape[1:] if stem == "Slice" else shape
-            whole = len(node._input_metadata) if stem == "Unbind" else int(node._saved_self_sym_sizes[0])
-            if _dims(node, len(inner) + 1) != (0,) or (stem == "Slice" and shape[0] != 1):
+            whole = len(node._input_metadata) if stem == "Unbind" else (sizes_of(node) or (0,))[0]
+            if dims_of(node, len(inner) + 1) != (0,) or (stem == "Slice" and shape[0] != 1):
                 continue
             if whole != self.rows or inner[:1] == (self.rows,):
                 return None
@@ -201,9 +213,9 @@ class _Reader:
         return None
 
     def _product(self, node: Any) -> Kind:
-        kinds = [self.number(parent) for parent in _parents(node)]
+        kinds = [self.number(parent) for parent in parents_of(node)]
         if len(kinds) == 1:
-            by_hand = kinds[0] in (Kind.SUM, Kind.MAYBE) and self._over_rows(_constant(node))
+            by_hand = kinds[0] in (Kind.SUM, Kind.MAYBE) and self._over_rows(constant_of(node))
             return kinds[0] if not by_hand else Kind.HAND if kinds[0] is Kind.SUM else Kind.BLIND
         if Kind.FREE in kinds:
             return kinds[1 - kinds.index(Kind.FREE)]
@@ -217,7 +229,7 @@ class _Reader:
         if below[0] is None:
             if upper not in (Kind.SUM, Kind.MAYBE):
                 return upper
-            value = _constant(node)
+            value = constant_of(node)
             self.counts += [] if value is None else [value]
             return Kind.HAND if upper is Kind.SUM else Kind.BLIND
         lower = self.number(below)
@@ -226,7 +238,7 @@ class _Reader:
         return upper if lower is Kind.FREE and upper in (Kind.FREE, Kind.MEAN, Kind.HAND) else Kind.BLIND
 
     def _bent(self, node: Any, stem: str) -> Kind:
-        inner = self.number(_parents(node)[0])
+        inner = self.number(parents_of(node)[0])
         if inner is Kind.FREE or getattr(node, "_saved_exponent", None) == 1:
             return inner
         if inner in _CERTAIN:
@@ -235,22 +247,22 @@ class _Reader:
 
     def _of_all(self, node: Any, stem: str) -> Kind:
         """A norm, a spread or an extreme of all numbers of a tensor."""
-        parent = _parents(node)[0]
-        shape = _shape(parent)
-        pieces = _pieces(parent)
+        parent = parents_of(node)[0]
+        shape = shape_of(parent)
+        pieces = pieces_of(parent)
         if pieces is not None:
             return Kind.FREE if all(self.number(one) is Kind.FREE for one in pieces) else Kind.BLIND
-        inner, dims = self.tensor(parent), _dims(node, len(shape))
+        inner, dims = self.tensor(parent), dims_of(node, len(shape))
         if inner is Kind.OPEN and self._exact(shape) and (dims is None or 0 in dims):
             raise UsageError(_not_a_mean(f"one {stem.removeprefix('LinalgVector').lower()} of all rows"))
         return Kind.FREE if inner is Kind.FREE else Kind.BLIND
 
     def _contracted(self, node: Any) -> Kind:
         """A product of tensors that has come to one number (dot, einsum)."""
-        parents = _parents(node)
+        parents = parents_of(node)
         if all(self.tensor(one) is Kind.FREE for one in parents) and len(parents) == len(node.next_functions):
             return Kind.FREE
-        shapes = [shape for parent in parents for shape in _shapes(parent) if self._exact(shape)]
+        shapes = [shape for parent in parents for shape in shapes_of(parent) if self._exact(shape)]
         if not shapes:
             return Kind.BLIND
         self.over = shapes[0]
@@ -258,7 +270,7 @@ class _Reader:
 
     def _are_shares(self, node: Any) -> bool:
         """Whether the constant factor of a product of tensors makes a mean of it."""
-        given = _constants(node)
+        given = constants_of(node)
         if given is None or not given.is_floating_point():
             return given is None
         low, high, total = (float(value) for value in (given.min(), given.max(), given.sum()))
@@ -266,14 +278,15 @@ class _Reader:
 
     def _reduced(self, node: Any, stem: str) -> Kind:
         """A sum or mean of all numbers of a tensor."""
-        sizes, parent = tuple(node._saved_self_sym_sizes), node.next_functions[0]
+        sizes, parent = sizes_of(node), node.next_functions[0]
         if not sizes:
-            return self.number(parent)
-        pieces = _pieces(parent)
+            return Kind.BLIND if sizes is None else self.number(parent)
+        pieces = pieces_of(parent)
         if pieces is not None:
             joined = self._joined(pieces)
             return Kind.MEAN if stem == "Mean" and self._all_rows(pieces) else joined
-        inner, dims = self.tensor(parent), _dims(node, len(sizes))
+        self.summing = stem == "Sum"
+        inner, dims = self.tensor(parent), dims_of(node, len(sizes))
         if inner in (Kind.FREE, *_CERTAIN):
             self.over = sizes
             return inner
@@ -281,7 +294,9 @@ class _Reader:
             return Kind.BLIND
         if stem == "Sum":
             self.over = sizes
-            return Kind.SUM if inner is Kind.OPEN and self._exact(sizes) else Kind.MAYBE
+            if inner is Kind.BLIND:
+                return Kind.MAYBE if node is self.root else Kind.BLIND
+            return Kind.SUM if self._exact(sizes) else Kind.MAYBE
         self.counts.append(float(math.prod(sizes)))
         return Kind.MEAN if inner is Kind.OPEN and self._like(sizes) else Kind.BLIND
 
@@ -290,7 +305,7 @@ class _Reader:
     def tensor(self, link: Link, depth: int = 0) -> Kind:
         """What a tensor is whose numbers are still to be reduced."""
         node, _ = link
-        stem = _stem(node)
+        stem = stem_of(node)
         self.left -= 1
         if stem == "":
             return self._leaf(node)
@@ -307,10 +322,10 @@ class _Reader:
 
     def _each(self, link: Link, stem: str, depth: int) -> Kind:
         """Element by element; a function of parameters that rows have made larger is one of rows."""
-        parents = _parents(link[0])
+        parents = parents_of(link[0])
         kinds = {self.tensor(parent, depth + 1) for parent in parents}
         if kinds == {Kind.FREE}:
-            grown = math.prod(_shape(link)) > max(math.prod(_shape(parent)) for parent in parents)
+            grown = math.prod(shape_of(link)) > max(math.prod(shape_of(parent)) for parent in parents)
             return Kind.OPEN if grown and stem != "Slice" else Kind.FREE
         kinds -= {Kind.FREE}
         only = kinds.pop() if len(kinds) == 1 else Kind.BLIND
@@ -320,17 +335,21 @@ class _Reader:
 
     def _divides(self, link: Link, stem: str) -> bool:
         """Whether the constants a tensor is multiplied or divided by may make a mean of its sum."""
-        number = _constant(link[0])
+        if not self.summing:
+            return False
+        number = constant_of(link[0])
         if number is not None:
-            self.over = _shape(link)
+            self.over = shape_of(link)
             return number == 0 or self._over_rows(1 / number if stem == "Div" else number)
-        given = _constants(link[0])
+        given = constants_of(link[0])
         return given is not None and given.is_floating_point() and int((given.abs() >= 1).sum()) < 2
 
     def _along(self, node: Any, stem: str, depth: int) -> Kind:
         """Summed or averaged along some dimensions."""
-        sizes = tuple(node._saved_self_sym_sizes)
-        dims, inner = _dims(node, len(sizes)), self.tensor(node.next_functions[0], depth + 1)
+        sizes = sizes_of(node)
+        if sizes is None:
+            return Kind.BLIND
+        dims, inner = dims_of(node, len(sizes)), self.tensor(node.next_functions[0], depth + 1)
         if inner in (Kind.FREE, *_CERTAIN) or (dims is not None and 0 not in dims):
             return inner
         if dims is None or inner is not Kind.OPEN:
@@ -342,14 +361,16 @@ class _Reader:
     def _layer(self, link: Link, stem: str, depth: int) -> Kind:
         """Anything else: of parameters alone where nothing else goes in."""
         node, _ = link
-        parents, shape = _parents(node), _shape(link)
+        parents, shape = parents_of(node), shape_of(link)
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return Kind.BLIND
         if stem not in _PICK and len(parents) == len(node.next_functions):
             kinds = {self.tensor(parent, depth + 3) for parent in parents}
             if kinds == {Kind.FREE}:
                 return Kind.FREE
-        return Kind.BLIND if stem in _BLINDING or 0 in (_dims(node, len(shape) or 1) or ()) else Kind.OPEN
+        inner = getattr(node, "_saved_mat2_sym_sizes", ())[:1]
+        along = 0 in (dims_of(node, len(shape) or 1) or ()) or self._exact(tuple(inner))
+        return Kind.BLIND if stem in _BLINDING or along else Kind.OPEN
 
     # Rows.
 
@@ -374,65 +395,6 @@ class _Reader:
 def _digits(value: float) -> int:
     """Significant decimal digits."""
     return len(f"{abs(value):.6g}".split("e")[0].replace(".", "").strip("0"))
-
-
-def _stem(node: Any) -> str:
-    """The name of the operation; empty for a leaf."""
-    name: str = node.name()
-    return "" if name.endswith("AccumulateGrad") else name.partition("Backward")[0]
-
-
-def _parents(node: Any) -> list[Link]:
-    return [link for link in node.next_functions if link[0] is not None]
-
-
-def _shape(link: Link) -> tuple[int, ...]:
-    node, number = link
-    if _stem(node) == "":
-        return tuple(node.variable.shape)
-    return tuple(node._input_metadata[number].shape)
-
-
-def _pieces(link: Link) -> list[Link] | None:
-    """The numbers a tensor is put together from, where it is."""
-    node, _ = link
-    if _stem(node) not in ("Stack", "Cat"):
-        return None
-    parents = _parents(node)
-    return parents if all(math.prod(_shape(parent)) == 1 for parent in parents) else None
-
-
-def _shapes(link: Link) -> list[tuple[int, ...]]:
-    """The shapes a tensor had before it was only viewed otherwise."""
-    found = [_shape(link)]
-    while _stem(link[0]) in _VIEW and len(found) < _DEPTH:
-        link = _parents(link[0])[0]
-        found.append(_shape(link))
-    return found
-
-
-def _dims(node: Any, number: int) -> tuple[int, ...] | None:
-    """The dimensions an operation has named; None: none, so all."""
-    given = getattr(node, "_saved_dim", None)
-    named = () if given is None else (given,) if isinstance(given, int) else tuple(given)
-    return tuple((dim - 2**64 if dim >= 2**63 else dim) % max(number, 1) for dim in named) or None
-
-
-def _constant(node: Any) -> float | None:
-    """The number a value is multiplied or divided by, where it has no gradient."""
-    for name in ("_saved_other", "_saved_self"):
-        value = getattr(node, name, None)
-        if isinstance(value, int | float):
-            return float(value)
-        if isinstance(value, Tensor) and value.numel() == 1:
-            return float(value.detach())
-    return None
-
-
-def _constants(node: Any) -> Tensor | None:
-    """The tensor without gradient a value is multiplied or divided by."""
-    names = ("_saved_other", "_saved_tensor", "_saved_mat2", "_saved_vec", "_saved_self")
-    return next((value for name in names if isinstance(value := getattr(node, name, None), Tensor)), None)
 
 
 _DO = "loss / n for a mean over the n rows here, or loss = dt.weight(loss, n, sum=True) to train on the sum over all"
