@@ -103,7 +103,7 @@ class Strategy:
         if next(arrays(tuple(args)), None) is None:
             return step(*args)
         self._args.given = tuple(args)
-        return step(*next(iter(self._batches)))
+        return step(*next(self._batches.epoch()))
 
     def sync(self) -> None:
         """Return when every rank has come here: mirrored replicas agree after every step."""

@@ -401,7 +401,17 @@ for x, y in loader:
     ),
     Script(
         name="training in eval mode",
-        body=GIVEN + STEP + "model.eval()\n" + EPOCHS,
+        body="""
+more = [*zip(xs.split(6), ys.split(6))]
+model, optimizer, loader, more = dt.distribute(model, optimizer, loader, more)
+model.eval()
+"""
+        + STEP
+        + EPOCHS
+        + """
+for x, y in more:
+    step(x, y)
+""",
         before="right",
     ),
     Script(
