@@ -77,7 +77,7 @@ class Feed:
         if not torch.is_grad_enabled():
             self._say("whole", f"batch {loader.batch_global or '?'} {_WHOLE}")
             return loader.whole(lambda share, batch: self._evaluated(loader, share, batch))
-        return loader.epoch() if _training() else Trial(self, loader, loader)
+        return loader.epoch() if _training() else Trial(self, loader, loader, met=False)
 
     def stepped(self, _: Sequence[Member]) -> None:
         """An optimizer has stepped: say once where the ranks repeat each other's work."""
@@ -144,7 +144,7 @@ class Feed:
     def _tried(self, loader: DataLoader[Any]) -> Iterator[Any]:
         found, source = self._found(loader)
         if not found.place.pending:
-            return Trial(self, found, source)
+            return Trial(self, found, source, met=True)
         self.feeds(found, source)
         return found.epoch(source)
 
@@ -172,8 +172,8 @@ class Feed:
 class Trial:
     """A walk whose batches are whole on every rank until it is seen to feed the loop, and divided from then on."""
 
-    def __init__(self, feed: Feed, loader: Loader, source: Loader) -> None:
-        self._feed, self._loader, self._source = feed, loader, source
+    def __init__(self, feed: Feed, loader: Loader, source: Loader, *, met: bool) -> None:
+        self._feed, self._loader, self._source, self._met = feed, loader, source, met
         self._stood = loader.cursor.state_dict()
         self._position = loader.place.fork(source.user)
         self._evaluates = not _training()
@@ -226,7 +226,8 @@ class Trial:
         if self._loader.cursor.state_dict() != self._stood or self._loader.place.pending:
             raise UsageError(STALE)
         self._loader.place.take_over(self._position)
-        self._feed.feeds(self._loader, self._source)
+        if self._met:
+            self._feed.feeds(self._loader, self._source)
         self._whole.pieces.divide()
         self._epoch = self._loader.walked(self._whole.pieces, self._loader.cursor.epoch)
 

@@ -17,16 +17,21 @@ class Pace:
     """The batches between steps, in the epochs of the loader that feeds the loop."""
 
     def __init__(self) -> None:
-        self.lengths: list[int] = []
-        """Of the last two windows that began and ended in one epoch."""
+        self.length = 0
+        """Batches of a window: as many in all that began and ended in one epoch; 0 where that is not so, or not known.
+
+        Twice as many are none: a step that finds infinite gradients may be left out.
+        """
+        self.windows = 0
+        """How many there were; -1 where they were unequal."""
         self.steps_at_end: bool | None = None
         """Whether an epoch's last batches make a step though they are too few; None where that was not seen."""
         self.told = False
         """Whether the loop has asked how many batches are done: it counts on from them."""
         self._at = (-1, 0)
         """Epoch and batch in it, at the last step."""
-        self._resumed: tuple[int, int, int] | None = None
-        """Where a run went on inside an epoch: the epoch, the batch in it, and the batches that a step took before."""
+        self._resumed: tuple[int, int] | None = None
+        """Where a run went on inside an epoch, between windows of several batches: the epoch, the batch in it."""
         self._stepped = True
         """Whether it has taken a step since."""
         self._left_over = 0
@@ -34,7 +39,7 @@ class Pace:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {"lengths": self.lengths, "steps at end": self.steps_at_end}
+        return {"length": self.length, "windows": self.windows, "steps at end": self.steps_at_end}
 
     @property
     def counts(self) -> str:
@@ -44,35 +49,36 @@ class Pace:
     def goes_on(self, saved: Mapping[str, Any], cursor: Cursor, *, inside: bool) -> None:
         """A run goes on where `cursor` stands, `inside` an epoch, perhaps."""
         self.__init__()  # type: ignore[misc]
-        self.lengths, self.steps_at_end = list(saved.get("lengths", [])), saved.get("steps at end")
+        self.length, self.windows = int(saved.get("length", 0)), int(saved.get("windows", 0))
+        self.steps_at_end = saved.get("steps at end")
         self._at = (cursor.epoch, cursor.batch)
-        usual = self.lengths[-1] if len(set(self.lengths)) == 1 else 0
-        self._resumed = (cursor.epoch, cursor.batch, usual) if inside and usual > 1 else None
+        self._resumed = self._at if inside and self.length > 1 else None
         self._stepped = self._resumed is None
 
     def check(self, cursor: Cursor, total: int | None) -> None:
-        """Before a step: refuse the first one after a resume where it comes after another number of batches.
-
-        A multiple is none: a step that finds infinite gradients may be left out.
-        """
+        """Before a step: refuse the first one after a resume where it comes after another number of batches."""
         if self._resumed is None or self._stepped or self.told:
             return
-        epoch, batch, usual = self._resumed
+        epoch, batch = self._resumed
         self._stepped = True
         now = cursor.batch - batch
-        if cursor.epoch == epoch and now % usual and cursor.batch != total:
-            raise UsageError(_moved(usual, f"the first step comes after {now}"))
+        if cursor.epoch == epoch and now % self.length and cursor.batch != total:
+            raise UsageError(_moved(self.length, f"the first step comes after {now}"))
 
     def stepped(self, cursor: Cursor, total: int | None) -> None:
         """An optimizer has stepped."""
         epoch, batch = self._at
-        now = cursor.batch - batch
-        rest = bool(self.lengths) and cursor.batch == total and now < self.lengths[-1]
-        if cursor.epoch == epoch and now and not rest:
-            self.lengths = [*self.lengths[-1:], now]
-        elif cursor.epoch == epoch + 1 == 0:  # the run's first
-            self.lengths = [cursor.batch]
         self._at = (cursor.epoch, cursor.batch)
+        now = cursor.batch - batch
+        first = epoch < 0 and cursor.epoch == 0
+        if self.windows < 0 or not now or not (first or cursor.epoch == epoch):
+            return
+        if not self.length or (epoch, self.windows, self.length) == (0, 1, 1):  # a run may begin with a short one
+            self.length, self.windows = now, 1 + (now == self.length)
+        elif now % self.length == 0:
+            self.windows += 1
+        elif cursor.batch != total:
+            self.length, self.windows = 0, -1
 
     def ended(self, cursor: Cursor) -> None:
         """An epoch was walked to its end.
@@ -80,9 +86,8 @@ class Pace:
         Raises:
             UsageError: The run went on inside it, and what is left over makes no step, though it does elsewhere.
         """
-        usual = self.lengths[0] if self.lengths else 0
         epoch, batch = self._at
-        if usual < 2 or epoch != cursor.epoch or cursor.batch % usual == 0:
+        if self.length < 2 or epoch != cursor.epoch or cursor.batch % self.length == 0:
             return
         stepped = batch == cursor.batch
         if self._resumed is not None and self._resumed[0] == epoch and not self.told and not stepped:
@@ -91,7 +96,7 @@ class Pace:
             self.steps_at_end = stepped
         if self._left_over and self.steps_at_end:
             left, self._left_over = self._left_over, 0
-            raise UsageError(_moved(usual, f"the last {left} of that epoch made no step, as others do"))
+            raise UsageError(_moved(self.length, f"the last {left} of that epoch made no step, as others do"))
 
 
 def _moved(usual: int, said: str) -> str:

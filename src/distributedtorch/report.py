@@ -42,7 +42,7 @@ def line(
 
 def met(loader: Loader, *, trial: bool) -> str:
     """What was made of a loader that was met in the loop."""
-    rest = ", from its second batch on: iterate what dt.distribute returns" if trial else ""
+    rest = ", after its first batch: give it to dt.distribute and iterate what comes back" if trial else ""
     return f"batch {loader.note} (the loader that feeds the loop{rest})"
 
 

@@ -157,7 +157,7 @@ class Strategy:
     def _mine(self, args: Sequence[Any]) -> Sequence[Any]:
         """This rank's rows of arguments; all of them where they have no rows."""
         self._args.given = tuple(args)
-        return args if next(arrays(tuple(args)), None) is None else next(iter(self._batches))
+        return args if next(arrays(tuple(args)), None) is None else next(self._batches.epoch())
 
     def sync(self) -> None:
         """Make all replicas the same, where they step alone, and return when every rank has come here. A group call."""

@@ -44,7 +44,7 @@ def test_what_every_rank_is_given(world: int, tmp_path: Path) -> None:
         assert "the last 1 of that epoch made no step" in found["end moved"]["said"]
         assert "the first step comes after 1" in found["start moved"]["said"]
         assert "enumerate(loader, resumed.batch)" in found["start moved"]["said"]
-    assert ended.stderr.count("(the loader that feeds the loop, from its second batch on") == 7
+    assert ended.stderr.count("(the loader that feeds the loop, after its first batch") == 7
     assert "after batch 2 of its epoch; enumerate(loader, resumed.batch) counts on from there" in ended.stderr
 
 
@@ -61,16 +61,29 @@ def seen(counts: list[tuple[int, int, bool]], total: int = 5) -> Pace:
     return pace
 
 
-def test_windows_that_are_no_windows_are_let_be() -> None:
-    assert seen([(0, n, True) for n in range(1, 6)]).lengths == [1, 1]
-    assert seen([(0, n, n in (2, 4, 5)) for n in range(1, 6)]).lengths == [2, 2]
-    irregular = seen([(0, 1, True), (0, 4, True)])
+@pytest.mark.parametrize(
+    ("steps", "length"),
+    [
+        ((1, 2, 3, 4, 5), 1),
+        ((2, 4, 5), 2),
+        ((1, 3, 5), 2),
+        ((2, 5), 0),
+        ((2, 4, 7, 9), 0),
+        ((2, 4, 8, 10), 2),
+        ((1,), 1),
+        ((), 0),
+    ],
+)
+def test_windows_of_one_length_are_known(steps: tuple[int, ...], length: int) -> None:
+    total = 11 if max(steps, default=0) > 5 else 6 if steps == (2, 5) else 5
+    assert seen([(0, n, n in steps) for n in range(1, total)] + [(0, total, total in steps)], total).length == length
+
+
+def test_a_resume_that_moves_windows_is_refused() -> None:
+    regular, irregular = seen([(0, 2, True), (0, 4, True)]), seen([(0, 2, True), (0, 4, True), (0, 7, True)], 9)
     pace = Pace()
-    pace.goes_on(irregular.state_dict(), Cursor(epoch=0, batch=4), inside=True)
-    pace.check(Cursor(epoch=0, batch=5), 9)
-    regular = seen([(0, 2, True), (0, 4, True)])
-    for batch, told in ((6, False), (8, False), (5, True)):
-        pace.goes_on(regular.state_dict(), Cursor(epoch=0, batch=4), inside=True)
+    for saved, batch, told in ((regular, 6, False), (regular, 8, False), (regular, 5, True), (irregular, 5, False)):
+        pace.goes_on(saved.state_dict(), Cursor(epoch=0, batch=4), inside=True)
         pace.told = told
         pace.check(Cursor(epoch=0, batch=batch), 9)
     pace.goes_on(regular.state_dict(), Cursor(epoch=0, batch=4), inside=True)

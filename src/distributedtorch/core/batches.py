@@ -173,7 +173,7 @@ class Batches:
         if self.offers and not handed:
             self.offers[0].taken = len(self.offers) == 1
             return self.offers[0].rows
-        if handed:  # what stayed whole beside it was an evaluation's
+        if handed or self.present is not None:  # what stayed whole beside it was an evaluation's
             aside = [given for given in aside if given.copies == 1]
         rows = self.present or (aside[-1] if aside else None)
         recognised, self._recognised = self._recognised, False
