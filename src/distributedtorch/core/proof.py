@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+
+from distributedtorch.core.override import hooked
 
 _STEPS = 2
 
@@ -52,7 +53,7 @@ class Drawn:
 
     def __init__(self, busy: Callable[[], bool]) -> None:
         self._busy = busy
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Callable[[], None]] = []
         self._steps = self._calls = 0
         self._inside: nn.Module | None = None
         self._proof = -1.0
@@ -63,13 +64,13 @@ class Drawn:
         """Look at the forwards of these models, and of what they are made of (`inside`)."""
         modules = {module for model in models for module in (model.modules() if inside else [model])}
         for module in [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]:
-            self._hooks.append(module.register_forward_pre_hook(self._begins, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._ends, always_call=True))
+            self._hooks.append(hooked(module, module.register_forward_pre_hook(self._begins, with_kwargs=True)))
+            self._hooks.append(hooked(module, module.register_forward_hook(self._ends, always_call=True)))
 
     def close(self) -> None:
         """Look at nothing any more."""
-        for hook in self._hooks:
-            hook.remove()
+        for remove in self._hooks:
+            remove()
         self._hooks = []
 
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
