@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ MAY_IMPORT = {
     "verify": {"core", "data", "launch"},
 }
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+HOOK = re.compile(r"\.register_(forward|full_backward|(load_)?state_dict)\w*hook$")
 UNSAFE_CALLS = {"eval", "exec", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
 
 
@@ -69,12 +71,31 @@ def unsafe(files: Iterator[tuple[str, ast.Module]]) -> list[str]:
     return found
 
 
+def kept_by_copies(files: Iterator[tuple[str, ast.Module]]) -> list[str]:
+    """Hooks on modules that copies and pickles of these would have too."""
+    found = []
+    for name, tree in files:
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        left_out = {id(arg) for call in calls if ast.unparse(call.func) == "hooked" for arg in call.args}
+        found += [
+            f"{name} calls {ast.unparse(call.func)}"
+            for call in calls
+            if HOOK.search(ast.unparse(call.func)) and id(call) not in left_out
+        ]
+    return found
+
+
 def test_imports_point_one_way() -> None:
     assert wrong_imports(sources()) == []
 
 
 def test_nothing_is_unpickled() -> None:
     assert unsafe(sources()) == []
+
+
+def test_no_hook_on_a_module_is_in_copies_of_it() -> None:
+    assert kept_by_copies(sources()) == []
+    assert kept_by_copies(iter([("x.py", ast.parse("module.register_forward_pre_hook(look)"))]))
 
 
 @pytest.mark.parametrize("text", ["import pickle", "torch.load(f)", "dist.broadcast_object_list(x)", "eval(text)"])

@@ -106,9 +106,9 @@ model2, optimizer2 = pickled((model, optimizer))
 same(model2, model)
 state = optimizer2.state_dict()["state"]
 result = {str(k): v["momentum_buffer"] for k, v in state.items()}
-for x, y in DataLoader(data, batch_size=5):
+for _ in range(3):
     optimizer2.zero_grad()
-    F.cross_entropy(model2(x), y).backward()
+    F.cross_entropy(model2(xs), ys).backward()
     optimizer2.step()
 result |= {"went on": model2(xs)}
 """,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.errors import UsageError, explain
+from distributedtorch.core.override import hooked
 from distributedtorch.core.proof import proof_of
 from distributedtorch.data.cut import divide_batch
 from distributedtorch.data.indexed import Piece, Pieces
@@ -95,24 +95,24 @@ def watch_dims(model: nn.Module, rows: Callable[[], Rows | None]) -> list[Callab
     `rows` tells what is in use of a loader whose batches were cut along their first dimension because nobody said
     another. Result: undo.
     """
-    handles: list[RemovableHandle] = []
+    removed: list[Callable[[], None]] = []
 
     def stand(name: str, module: nn.Module) -> None:
         def look(_: nn.Module, args: Any, kwargs: Any) -> None:
             given, used = _time_and_rows([*args, *kwargs.values()]), rows()
             if given is None or used is None or used.mine < 2 or not (module.training and torch.is_grad_enabled()):
                 return
-            handle.remove()
+            remove()
             if given[0] == used.mine:
                 raise UsageError(_along_time(f"{name!r} ({type(module).__name__})", given))
 
-        handle = module.register_forward_pre_hook(look, with_kwargs=True)
-        handles.append(handle)
+        remove = hooked(module, module.register_forward_pre_hook(look, with_kwargs=True))
+        removed.append(remove)
 
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first:
             stand(name, module)
-    return [handle.remove for handle in handles]
+    return removed
 
 
 def _time_and_rows(given: list[Any]) -> tuple[int, int] | None:

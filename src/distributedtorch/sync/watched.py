@@ -211,8 +211,10 @@ def _hook(place: nn.Module, params: list[nn.Parameter]) -> list[Callable[[], Non
         for unit in units:
             unit.memory.used(unit)
 
-    handles = place.register_forward_pre_hook(enter), place.register_forward_hook(leave, always_call=True)
-    return [hooked(place, handle) for handle in handles]
+    return [
+        hooked(place, place.register_forward_pre_hook(enter)),
+        hooked(place, place.register_forward_hook(leave, always_call=True)),
+    ]
 
 
 def _become(kind: type[nn.Parameter], params: Sequence[nn.Parameter]) -> None:
