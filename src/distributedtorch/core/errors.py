@@ -50,5 +50,6 @@ class RankError(DistributedTorchError):
 
 
 def explain(given: str, needed: str, do: str) -> str:
-    """One message in the library's three parts."""
-    return f"{given}\n  needed: {needed}\n  do: {do}"
+    """One message in the library's three parts; control characters, of names in files perhaps, do not get into it."""
+    said = f"{given}\n  needed: {needed}\n  do: {do}"
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in said)

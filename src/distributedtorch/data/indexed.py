@@ -131,7 +131,8 @@ class Indices:
         """Draw what is to be left out, once: after torch has drawn what it draws at `iter`, before the next batch."""
         skip, self.skip = self.skip, 0
         for _ in range(skip):
-            next(self._drawn, None)
+            if next(self._drawn, self) is self:  # no more: a saved place may be behind the end
+                return
 
     def _cut(self, drawn: Iterator[Any], known: deque[tuple[int, int]], first: int) -> Iterator[Any]:
         for number in count(first):
@@ -170,9 +171,10 @@ class Paired:
 
 
 def passed_over(pieces: Iterator[Piece], skip: int) -> Iterator[Piece]:
-    """The rest of `pieces`."""
+    """The rest of `pieces`; there may be fewer than are to be passed over."""
     for _ in range(skip):
-        next(pieces, None)
+        if next(pieces, None) is None:
+            break
     return pieces
 
 
