@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from distributedtorch import behind
 from distributedtorch.checkpoint import index, meeting, place
+from distributedtorch.checkpoint.blocks import damaged
 from distributedtorch.checkpoint.every import Every
 from distributedtorch.checkpoint.index import NewerError, Reader
 from distributedtorch.checkpoint.place import Place
@@ -293,7 +294,10 @@ def _candidates(path: str) -> dict[str, Any]:
         there: Place = place.of(path)
         return {"root": path, "names": there.committed(), "exact": False, "unfinished": there.unfinished()}
     except Exception as error:
-        return {"fault": str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"}
+        said = explain(
+            f"{path}: {error}", "a folder or a store that can be read", "check the path and the access to it"
+        )
+        return {"fault": str(error) if isinstance(error, CheckpointError) else said}
 
 
 def _passed_over(there: Place, unfinished: list[str]) -> str:
@@ -325,8 +329,9 @@ def _attempt(
     except NewerError as error:
         return None, {"kind": "misfit", "said": str(error)}
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        said = str(error) if isinstance(error, CheckpointError) else f"{there.file(folder, '')}: {error!r}"
-        return None, {"kind": "damaged", "said": said}
+        if not isinstance(error, CheckpointError):
+            error = damaged(f"{there.file(folder, '')} is not what dt.save writes ({type(error).__name__}: {error})")
+        return None, {"kind": "damaged", "said": str(error)}
     return stored, {"kind": "good", "said": found.digest}
 
 
@@ -338,22 +343,23 @@ def _of_all(name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _take_over(found: Stored) -> None:
     """Put a checkpoint into the run, or raise on all ranks; what was asked for before is about another state."""
-    error = _applied(found)
-    verdicts = [verdict["said"] for verdict in _of_all("load", {"said": "" if error is None else str(error)})]
-    bad = [rank for rank, said in enumerate(verdicts) if said]
-    if bad:
-        said = verdicts[bad[0]]
-        raise CheckpointError(said if len(bad) == len(verdicts) else f"on rank {bad[0]}: {said}") from error
+    for act in (found.apply_user, found.apply):
+        error = _applied(found, act)
+        verdicts = [verdict["said"] for verdict in _of_all("load", {"said": "" if error is None else str(error)})]
+        bad = [rank for rank, said in enumerate(verdicts) if said]
+        if bad:
+            said = verdicts[bad[0]]
+            raise CheckpointError(said if len(bad) == len(verdicts) else f"on rank {bad[0]}: {said}") from error
     RUN.seed = torch.initial_seed()
     if behind.STATE.every is not None:
         behind.STATE.every.began()
 
 
-def _applied(found: Stored) -> Exception | None:
-    """Why this rank could not take a checkpoint over, if so."""
+def _applied(found: Stored, act: Callable[[], None]) -> Exception | None:
+    """Why this rank could not take a checkpoint, or a part of it, over, if so."""
     try:
         with torch.inference_mode(False):
-            found.apply()
+            act()
     except CheckpointError as error:
         return error
     except (*index._WRONG, RuntimeError) as error:

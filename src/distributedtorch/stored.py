@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distributedtorch import replicas
+from distributedtorch import replicas, sound
 from distributedtorch.attach import own_randomness
-from distributedtorch.checkpoint.index import Reader
+from distributedtorch.checkpoint.blocks import bytes_of, damaged
+from distributedtorch.checkpoint.index import _WRONG, Reader
+from distributedtorch.checkpoint.place import INDEX
 from distributedtorch.checkpoint.plain import unpack
 from distributedtorch.contents import (
     batches_of,
@@ -35,11 +37,14 @@ from distributedtorch.core.errors import CheckpointError, explain
 from distributedtorch.core.sync import Kept
 from distributedtorch.core.world import accelerator, here
 from distributedtorch.data.cursor import Cursor
-from distributedtorch.data.stream import State, from_plain, install
+from distributedtorch.data.stream import State, install
 from distributedtorch.looks import difference, looks
 from distributedtorch.run import RUN
 from distributedtorch.sync import divided
 from distributedtorch.sync import once as once_per_host
+
+_MOST_RANDOM = 1 << 20
+"""Bytes of one rank's random states."""
 
 
 class Stored:
@@ -54,11 +59,15 @@ class Stored:
         if model is not None and len(saved) > 1:
             number = next(k for k, known in enumerate(RUN.models) if known is model)
             self.saved = saved[number : number + 1]
-        self.tensors = _Lazily(reader, reader.whole)
         self.step = 0
         self.order: State | None = None
         """Random states, where `prepare` has found them: all ranks' for the order of data, and this rank's own."""
         self.mine: dict[str, Any] | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Its tensors, each read when it is asked for; of what is asked for again from one of these, the same."""
+        return _Lazily(self.reader, self.reader.whole)
 
     def misfit(self) -> str:
         """Why it is not of this run, or nothing."""
@@ -126,26 +135,74 @@ class Stored:
         return ""
 
     def prepare(self) -> None:
-        """Understand, before anything is changed, what has a form of its own: step, random states, nested state."""
+        """See, before anything is changed, that all of it can be taken over.
+
+        Raises:
+            CheckpointError: It cannot.
+        """
         for name, buffer, value in self._expanded():
             if not torch.equal(once(value, buffer).expand_as(value), value):
                 given = f"the buffer {name!r} is expanded (one memory for many elements), and the saved one is not"
                 raise CheckpointError(explain(given, "values that repeat as here", "register it with .contiguous()"))
+        try:
+            self._see()
+        except CheckpointError:
+            raise
+        except (*_WRONG, RuntimeError) as error:
+            where = self.reader.place.file(self.reader.folder, INDEX)
+            raise damaged(f"{where} is not what dt.save writes ({type(error).__name__}: {error})") from None
+
+    def _see(self) -> None:
+        content, run, shown = self.reader.index.content, self.run, sound.Shown(self.reader.index.tensors)
+        sound.head(content)
+        sound.models(self.saved, shown)
         if self.part:
             return
-        content = self.reader.index.content
-        self.step = int(content["step"])
-        self.order = None if self.run["order"] is None else from_plain(self.run["order"])
-        mine = f"random/{here().rank}"
-        if mine in self.reader.index.tensors and here().size == content["world"]:
-            states = json.loads(bytes(self.reader.whole(mine).tolist()))
-            self.mine = {**states, "host": from_plain(states["host"])}
-        unread = dict.fromkeys(self.reader.index.tensors, torch.empty(0, device="meta"))
-        nested = [one.get(part) for one in self.run["optimizers"] for part in ("groups", "state", "other", "whole")]
-        unpack([*nested, [one["state"] for one in self.run["schedulers"]], self.run["user"]], unread)
+        sound.unfolding(run, shown.entries)
+        keys = keys_of(RUN.models)
+        for optimizer, saved in zip(RUN.optimizers, run["optimizers"], strict=False):
+            sound.optimizer(saved, optimizer, keys, shown)
+        kept = [*RUN.models, *RUN.loaders]
+        for scheduler, saved in zip(schedulers(), run["schedulers"], strict=False):
+            sound.scheduler(saved["state"], scheduler, kept, shown)
+        for name, one in self.user.items():
+            sound.user(run["user"][name], one, shown)
+        for number, saved in enumerate(run["loaders"]):
+            sound.loader(saved, RUN.loaders[number] if number < len(RUN.loaders) else None)
+        sound.see(sound.is_count(run.get("fed", 0)), "which loader feeds the model")
+        if run["loss scale"] is not None:
+            sound.loss_scale(run["loss scale"])
+        self.step = content["step"]
+        self.order = None if run["order"] is None else sound.order(run["order"])
+        self.mine = self._own_randomness(f"random/{here().rank}")
+
+    def _own_randomness(self, key: str) -> dict[str, Any] | None:
+        """This rank's own random states, where it had any."""
+        index = self.reader.index
+        if key not in index.tensors or here().size != index.content["world"]:
+            return None
+        entry = index.tensors[key]
+        sound.see(entry.dtype == torch.uint8 and entry.numel <= _MOST_RANDOM, f"the tensor {key!r}")
+        states = json.loads(bytes(bytes_of(self.reader.whole(key))))
+        if "device" in states and accelerator() != "cpu":
+            states["device"] = torch.tensor(states["device"], dtype=torch.uint8, device="cpu")
+            torch.Generator(accelerator()).set_state(states["device"])
+        return {**states, "host": sound.order(states["host"])}
+
+    def apply_user(self) -> None:
+        """Let the user's own objects take their state: the one part that nobody can check for them, so the first.
+
+        Raises:
+            CheckpointError: One of them cannot.
+        """
+        for name, one in () if self.part else self.user.items():
+            try:
+                one.load_state_dict(unpack(self.run["user"][name], self.tensors))
+            except Exception as error:
+                raise CheckpointError(_not_taken_back(name, one, error)) from error
 
     def apply(self) -> None:
-        """Take everything over. A group call where something is divided."""
+        """Take everything else over. A group call where something is divided."""
         self._models()
         filled = {id(param) for model in self.models for param in model.parameters()}
         for member in here().loop.members:
@@ -160,11 +217,6 @@ class Stored:
                     sync.state_loaded()
         for scheduler, saved in zip(schedulers(), self.run["schedulers"], strict=False):
             scheduler.load_state_dict(unpack(saved["state"], self.tensors))
-        for name, one in self.user.items():
-            try:
-                one.load_state_dict(unpack(self.run["user"][name], self.tensors))
-            except Exception as error:
-                raise CheckpointError(_not_taken_back(name, one, error)) from error
         self._loaders()
         scale = here().loop.loss_scale
         if scale is not None and self.run["loss scale"] is not None:
@@ -293,8 +345,7 @@ class Stored:
             return
         install(self.mine["host"], full=True)
         if "device" in self.mine and accelerator() != "cpu":
-            device = torch.tensor(self.mine["device"], dtype=torch.uint8, device="cpu")
-            torch.get_device_module(accelerator()).set_rng_state(device)
+            torch.get_device_module(accelerator()).set_rng_state(self.mine["device"])
 
 
 class _Lazily(Mapping[str, Tensor]):
@@ -302,9 +353,12 @@ class _Lazily(Mapping[str, Tensor]):
 
     def __init__(self, reader: Reader, read: Callable[[str], Tensor]) -> None:
         self.reader, self.read = reader, read
+        self.found: dict[str, Tensor] = {}
 
     def __getitem__(self, key: str) -> Tensor:
-        return self.read(key)
+        if key not in self.found:
+            self.found[key] = self.read(key)
+        return self.found[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.reader.index.tensors)
@@ -370,5 +424,5 @@ def _in_order(optimizer: Optimizer, names: list[list[str]], keys: Mapping[int, s
 
 def _not_taken_back(name: str, one: object, error: Exception) -> str:
     said = f"load_state_dict of state={{{name!r}: a {kind_of(one)}}} has raised {type(error).__name__}: {error}"
-    do = "mend it, and start again: this run's state is partly changed"
+    do = "mend it, and start again: objects in state= are perhaps changed, nothing else is"
     return explain(said, "an object that takes back what its state_dict gave", do)

@@ -27,7 +27,7 @@ def training() -> Iterator[job.Training]:
     release()
 
 
-@pytest.fixture(params=["disk", "file://", "memory://"])
+@pytest.fixture(params=["disk", pytest.param("file://", marks=pytest.mark.long), "memory://"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A folder for checkpoints, which does not exist yet."""
     if request.param == "memory://":

@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+_WIDEST = 200
+"""To how many characters a column is filled up; what is longer stands as it is."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86400 * 2, 86400, "days"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"), (0, 1, "s"))
 
@@ -26,7 +28,8 @@ def say(*lines: str) -> None:
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> list[str]:
     """Rows as lines with aligned columns; those in `right` end at one edge. The last column may be of any length."""
     columns = max((len(row) for row in rows), default=0)
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(columns)]
+    lengths = ([len(row[column]) for row in rows if column < len(row)] for column in range(columns))
+    widths = [min(max(column), _WIDEST) for column in lengths]
     lines = []
     for row in rows:
         cells = [

@@ -7,8 +7,10 @@ the zip's own checksums are checked before a tensor is made.
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import os
+import stat
 import zipfile
 import zlib
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distributedtorch.checkpoint import foreign
-from distributedtorch.checkpoint.foreign import wrong
+from distributedtorch.checkpoint.foreign import Room, wrong
 from distributedtorch.checkpoint.names import STORAGES, Maker, Name
 from distributedtorch.core.errors import CheckpointError, explain
 
@@ -26,39 +28,53 @@ _HEADER = 30
 """Bytes of an entry's own header, before its name."""
 _MOST_REPEATED = 1 << 20
 """Elements of a tensor that says the same memory several times over (`expand`)."""
+_MOST_DIMS, _MOST = 64, (1 << 63) - 1
 _BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, KeyError, OverflowError, EOFError)
 _PARAMETER = Name("torch.nn.parameter.Parameter")
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
-def mapped(path: Path) -> memoryview:
+def mapped(path: Path, room: Room) -> memoryview:
     """A file's bytes, not read yet."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(0, "not a plain file")
+            room.open(status.st_size)
+            size = status.st_size
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)) if size else memoryview(b"")
     except OSError as error:
         given = f"{path} cannot be read: {error.strerror}"
         raise CheckpointError(explain(given, "a checkpoint's file", "check the path")) from None
 
 
-def load(path: Path) -> Any:
+def load(path: Path, room: Room | None = None) -> Any:
     """What torch.save wrote into a file."""
-    return load_bytes(mapped(path), str(path))
+    room = room or Room()
+    return load_bytes(mapped(path, room), str(path), room)
 
 
-def load_bytes(data: memoryview, what: str) -> Any:
-    """What torch.save wrote, from its bytes."""
+def load_bytes(data: memoryview, what: str, room: Room | None = None) -> Any:
+    """What torch.save wrote, from its bytes; they are of a source that `room` is of."""
     if bytes(data[: len(_LEGACY)]) == _LEGACY:
         given = f"{what} has the format that torch.save wrote before torch 1.6"
         do = "load it with torch where you trust it, and torch.save it again"
         raise CheckpointError(explain(given, "the zip that torch.save writes now", do))
-    return _Archive(data, what).load()
+    return _Archive(data, what, room or Room()).load()
+
+
+def is_shape(shape: Any) -> bool:
+    """Whether a tensor can have this shape, empty or not."""
+    if not isinstance(shape, tuple | list) or len(shape) > _MOST_DIMS:
+        return False
+    return all(type(n) is int and 0 <= n <= _MOST for n in shape) and math.prod(n for n in shape if n) <= _MOST
 
 
 class _Archive:
-    def __init__(self, data: memoryview, what: str) -> None:
-        self.data, self.what = data, what
+    def __init__(self, data: memoryview, what: str, room: Room) -> None:
+        self.data, self.what, self.room = data, what, room
         self.entries = self._entries()
         pickles = [name for name in self.entries if name == "data.pkl" or name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -69,9 +85,12 @@ class _Archive:
     def _entries(self) -> dict[str, zipfile.ZipInfo]:
         try:
             with zipfile.ZipFile(_Window(self.data)) as archive:  # type: ignore[arg-type]
-                return {entry.filename: entry for entry in archive.infolist()}
+                entries = {entry.filename: entry for entry in archive.infolist()}
         except _BAD_ZIP as error:
             raise wrong(f"{self.what} is not a whole zip ({error})") from None
+        if sum(entry.compress_size for entry in entries.values()) > len(self.data):
+            raise wrong(f"{self.what} is a zip whose entries lie over each other")
+        return entries
 
     def load(self) -> Any:
         order = f"{self.root}byteorder"
@@ -88,7 +107,7 @@ class _Archive:
         pickled = self.entries[f"{self.root}data.pkl"]
         if pickled.file_size > foreign.MOST_BYTES:
             raise wrong(f"{self.what} has a pickle of {pickled.file_size:,} bytes")
-        return foreign.read(bytes(self._bytes(pickled.filename)), self.what, makers, self._storage)
+        return foreign.read(bytes(self._bytes(pickled.filename)), self.what, makers, self._storage, self.room)
 
     def _bytes(self, name: str) -> memoryview:
         """An entry's bytes in the file; they lie there as they are."""
@@ -139,13 +158,12 @@ class _Archive:
         return makers[maker.text](*args)
 
     def _view(self, key: str, dtype: torch.dtype, offset: int, shape: Any, stride: Any) -> Tensor:
-        numbers = (offset, *shape, *stride)
-        if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
+        if not is_shape(shape) or not isinstance(stride, tuple | list) or len(shape) != len(stride):
             raise ValueError("a tensor of a shape that none has")
+        if any(type(n) is not int or not 0 <= n <= _MOST for n in (offset, *stride)):
+            raise ValueError("a tensor of strides that none has")
         memory = self.memory[key]
-        have, numel = memory.numel() // dtype.itemsize, 1
-        for size in shape:
-            numel *= size
+        have, numel = memory.numel() // dtype.itemsize, math.prod(shape)
         reach = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
         if (numel and reach > have) or numel > max(have, _MOST_REPEATED):
             raise ValueError(f"a tensor of shape {tuple(shape)} in {memory.numel()} bytes")

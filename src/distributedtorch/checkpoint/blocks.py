@@ -41,6 +41,7 @@ DTYPES = {
 """Names of types in the files."""
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _MOST_HEADER = 100_000_000
+_MOST_DIMS = 64
 DO = "check the path, or load an earlier checkpoint"
 
 
@@ -220,7 +221,12 @@ class Blocks:
                 continue
             dtype, shape = DTYPES[said["dtype"]], tuple(map(int, said["shape"]))
             start, stop = map(int, said["data_offsets"])
-            if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != stop - start or start < 0:
+            if (
+                len(shape) > _MOST_DIMS
+                or min(shape, default=0) < 0
+                or math.prod(shape) * dtype.itemsize != stop - start
+                or start < 0
+            ):
                 raise damaged(f"{self.name}: {name!r} is said to be {shape} {said['dtype']} in {stop - start} bytes")
             if 8 + length + stop > self.card.bytes:
                 raise damaged(f"{self.name} ends before {name!r} does")

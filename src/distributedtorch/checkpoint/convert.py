@@ -12,13 +12,16 @@ import torch
 from safetensors import safe_open
 
 from distributedtorch.checkpoint import archive, dcp, deepspeed, index, place, portable, weights, writing
+from distributedtorch.checkpoint.aligned import say
 from distributedtorch.checkpoint.channel import Channel
+from distributedtorch.checkpoint.foreign import Room
 from distributedtorch.checkpoint.index import Reader
 from distributedtorch.checkpoint.portable import Portable
 from distributedtorch.checkpoint.weights import Weight
 from distributedtorch.core.errors import CheckpointError, explain
 
 _TARGETS = ("safetensors", "hf", "checkpoint")
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, MemoryError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +54,17 @@ def act(arguments: argparse.Namespace) -> int:
             _say(theirs)
             if to == "checkpoint":
                 return _to_checkpoint(theirs, arguments.target)
+            portable.bound(theirs)
             found, tied = weights.of_tensors(theirs.model)
         return _to_weights(found, tied, to, Path(arguments.target), max_shard)
     except OSError as error:
         given = f"{error.filename or arguments.target}: {error.strerror or error}"
         raise CheckpointError(explain(given, "files that can be read and written", "check the paths")) from None
+    except CheckpointError:
+        raise
+    except _WRONG as error:  # whatever it is, it is what the files hold
+        given = f"{arguments.source} cannot be converted ({type(error).__name__}: {str(error)[:200]})"
+        raise CheckpointError(explain(given, "a whole checkpoint", "check the files")) from None
 
 
 def _usual(target: str, *, ours: bool) -> str:
@@ -103,19 +112,21 @@ def _of_ours(there: place.Place, folder: str, *, model: int | None) -> tuple[lis
             made.append(
                 Weight(name=name, shape=entry.shape, dtype=entry.dtype, values=partial(reader.whole, key)),
             )
-    _print(f"found {there.file(folder, '')}: {models[model]['kind']}, step {found.content['step']}")
+    say(f"found {there.file(folder, '')}: {models[model]['kind']}, step {found.content['step']}")
     if left:
-        _print(f"left out: {', '.join(left[:5])}, which are no tensors")
+        say(f"left out: {', '.join(left[:5])}, which are no tensors")
     return made, tied
 
 
 def _theirs(source: Path, *, optimizer: bool) -> Portable:
     """What another library's files hold."""
+    room = Room()
     if source.is_dir():
         if (source / dcp.METADATA).exists():
-            return portable.split(dcp.load(source), f"{source} (torch.distributed.checkpoint)", optimizer=optimizer)
+            nested, found = dcp.load(source, room), f"{source} (torch.distributed.checkpoint)"
+            return portable.split(nested, found, optimizer=optimizer, room=room)
         if deepspeed.is_one(source):
-            return deepspeed.load(source, optimizer=optimizer)
+            return deepspeed.load(source, optimizer=optimizer, room=room)
         files = sorted(source.glob("*.safetensors"))
         if files:
             return _of_weights(source, files)
@@ -127,13 +138,14 @@ def _theirs(source: Path, *, optimizer: bool) -> Portable:
         raise CheckpointError(explain(f"{source} is not there" if not source.exists() else f"{source}", "a file", do))
     if source.suffix == ".safetensors":
         return _of_weights(source, [source])
-    return portable.split(archive.load(source), f"{source} (torch.save)", optimizer=optimizer)
+    return portable.split(archive.load(source, room), f"{source} (torch.save)", optimizer=optimizer, room=room)
 
 
 def _of_weights(source: Path, files: list[Path]) -> Portable:
     made = Portable(found=f"{source} (safetensors)", model={})
     for file in files:
         try:
+            made.room.open(file.stat().st_size)
             with safe_open(str(file), framework="pt") as opened:
                 made.model |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except Exception as error:
@@ -157,9 +169,9 @@ def _say(theirs: Portable) -> None:
     tensors = [value for value in theirs.model.values() if isinstance(value, torch.Tensor)]
     numel = sum(tensor.numel() for tensor in tensors)
     state = f", optimizer state of {len(theirs.state)} parameters" if theirs.state else ""
-    _print(f"found {theirs.found}: {len(tensors)} tensors, {numel:,} elements{state}, step {theirs.step}")
+    say(f"found {theirs.found}: {len(tensors)} tensors, {numel:,} elements{state}, step {theirs.step}")
     for note in theirs.notes:
-        _print(f"  {note}")
+        say(f"  {note}")
 
 
 # What is made.
@@ -171,7 +183,7 @@ def _to_checkpoint(theirs: Portable, target: str) -> int:
         given = f"{target} holds checkpoints already"
         raise CheckpointError(explain(given, "a new folder", "give another TARGET"))
     name = writing.carry_out(there, portable.content(theirs), Channel(0, [0], None, ""), keep=1, private=True)
-    _print(f"made {there.file(name, '')}: go on with dt.load or dt.resume")
+    say(f"made {there.file(name, '')}: go on with dt.load or dt.resume")
     return 0
 
 
@@ -185,11 +197,7 @@ def _to_weights(found: list[Weight], tied: Mapping[str, str], to: str, target: P
         names = weights.write_folder(target, found, tied, max_shard)
         made = f"{target}/{names[0]}" + (f" and {len(names) - 1} more files" if len(names) > 1 else "")
     size = sum(weight.bytes for weight in found)
-    _print(f"made {made}: {len(found)} tensors, {size:,} bytes")
+    say(f"made {made}: {len(found)} tensors, {size:,} bytes")
     for name, first in tied.items():
-        _print(f"  {name} is tied to {first} and written once")
+        say(f"  {name} is tied to {first} and written once")
     return 0
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

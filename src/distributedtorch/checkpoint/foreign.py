@@ -1,13 +1,16 @@
 """Pickles of other libraries, read and never run: a small stack machine over the opcodes that builds plain values.
 
 No class is looked up and nothing that a file names is called. What a file may name is listed in names.py, and tensors
-are made of the file's own bytes by the caller. Any other name is an error that says it.
+are made of the file's own bytes by the caller. Any other name is an error that says it. A few bytes can say large
+things (a text many times, a tensor expanded): all that is made of a source's files is counted, in its `Room`.
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,12 +23,58 @@ MOST_BYTES = 1 << 28
 """Of one pickle, without its tensors."""
 _MOST_DEPTH = 60
 _MOST_BITS = 128
-_TIMES = 32
-"""How many values may be reached per byte of the pickle: shared ones count each time they are met."""
-_WRONG = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, UnicodeError)
+OBJECTS_TIMES, OBJECTS_BESIDE = 64, 16 << 20
+"""Values may take so many times the bytes of the pickles that they are in, and so many bytes beside."""
+TENSORS_TIMES, TENSORS_BESIDE = 4, 64 << 20
+"""The same for tensors, by the bytes of the files."""
+_MEMO = 1000
+_CONTAINER, _TENSOR, _MARK, _SEEN = 256, 600, 64, 8
+"""Bytes that one takes, about."""
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError, UnicodeError)
 
 
-def read(data: bytes, what: str, tensors: Mapping[str, Maker] | None = None, storage: Maker | None = None) -> Any:
+class Room:
+    """What may still be made of a source's files, in bytes."""
+
+    def __init__(self) -> None:
+        self.objects, self.tensors = OBJECTS_BESIDE, TENSORS_BESIDE
+
+    def open(self, num_bytes: int) -> None:
+        """A file of so many bytes is one of the source's."""
+        self.tensors += TENSORS_TIMES * num_bytes
+
+    def unpickle(self, num_bytes: int) -> None:
+        """A pickle of so many bytes is in it."""
+        self.objects += OBJECTS_TIMES * num_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Values of so many bytes are made.
+
+        Raises:
+            ValueError: There is no room for them.
+        """
+        self.objects -= num_bytes
+        if self.objects < 0:
+            raise ValueError("a few bytes that say too much, or the same parts over and over")
+
+    def hold_tensors(self, num_bytes: int) -> None:
+        """Tensors of so many bytes are made.
+
+        Raises:
+            ValueError: There is no room for them.
+        """
+        self.tensors -= num_bytes
+        if self.tensors < 0:
+            raise ValueError("tensors of far more bytes than the files have")
+
+
+def read(
+    data: bytes,
+    what: str,
+    tensors: Mapping[str, Maker] | None = None,
+    storage: Maker | None = None,
+    room: Room | None = None,
+) -> Any:
     """The value that a pickle describes, as dicts, lists, tuples, numbers, text, tensors and records.
 
     Args:
@@ -33,17 +82,22 @@ def read(data: bytes, what: str, tensors: Mapping[str, Maker] | None = None, sto
         what: How to call it in errors.
         tensors: What makes tensors, by the names that torch pickles them under.
         storage: Gives a tensor's memory from the description that torch.save writes for it.
+        room: Of the source that the pickle is in, where that has more than one.
 
     Raises:
         CheckpointError: Not a whole pickle, too large or too deep, or it names what is not known.
     """
     if len(data) > MOST_BYTES:
         raise wrong(f"{what} has {len(data):,} bytes beside its tensors")
-    machine = _Machine(what, {**MAKERS, **(tensors or {})}, storage)
+    room = room or Room()
+    room.unpickle(len(data))
+    machine = _Machine(what, {**MAKERS, **(tensors or {})}, storage, room)
     try:
         value = machine.run(data)
-        _limit(value, _TIMES * len(data) + 1000)
+        _walk(value, room)
         return value
+    except CheckpointError:
+        raise
     except _WRONG as error:
         raise wrong(f"{what} is not a pickle that torch writes ({type(error).__name__}: {str(error)[:200]})") from None
 
@@ -56,24 +110,27 @@ def wrong(given: str) -> CheckpointError:
 class _Machine:
     """The stack, the marks in it, and the memo."""
 
-    def __init__(self, what: str, makers: Mapping[str, Maker], storage: Maker | None) -> None:
-        self.what, self.makers, self.storage = what, makers, storage
+    def __init__(self, what: str, makers: Mapping[str, Maker], storage: Maker | None, room: Room) -> None:
+        self.what, self.makers, self.storage, self.room = what, makers, storage, room
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         """What lies under each mark."""
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
+        self.most = 0
+        """Places there: each takes a byte of the pickle at least, numbered from 0."""
 
     def run(self, data: bytes) -> Any:
+        self.most = len(data) + _MEMO
         for opcode, arg, _ in pickletools.genops(data):
             name = opcode.name
             if name == "STOP":
                 break
             if name in _VALUES:
-                self.stack.append(_small(arg))
+                self.push(_small(arg))
             elif name in _CONSTANTS:
-                self.stack.append(_CONSTANTS[name]())
+                self.push(_CONSTANTS[name]())
             elif name in _TUPLES:
-                self.stack.append(tuple(self.taken(_TUPLES[name])))
+                self.push(tuple(self.taken(_TUPLES[name])))
             elif name in _STEPS:
                 _STEPS[name](self, arg)
             elif name not in ("PROTO", "FRAME"):
@@ -81,6 +138,11 @@ class _Machine:
         if len(self.stack) != 1 or self.below:
             raise ValueError("more or less than one value")
         return self.stack[0]
+
+    def push(self, value: Any) -> None:
+        """Put a new value on the stack."""
+        self.room.hold(_TENSOR if isinstance(value, Tensor) else sys.getsizeof(value))
+        self.stack.append(value)
 
     def taken(self, count: int) -> list[Any]:
         if count > len(self.stack):
@@ -90,6 +152,7 @@ class _Machine:
         return taken
 
     def mark(self, _: Any) -> None:
+        self.room.hold(_MARK)
         self.below.append(self.stack)
         self.stack = []
 
@@ -100,29 +163,42 @@ class _Machine:
 
     def since_mark(self, make: Maker) -> None:
         items = self.marked()
-        self.stack.append(make(items))
+        self.push(make(items))
 
     def append(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
             raise ValueError("appends to what is not a list")
-        self.stack[-1].extend(items)
+        self.grow(lambda found: found.extend(items))
 
     def set(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], dict):
             raise ValueError("sets an item of what is not a dict")
-        self.stack[-1].update(pairs(items))
+        self.grow(lambda found: found.update(pairs(items)))
 
     def add(self, _: Any) -> None:
         items = self.marked()
         if type(self.stack[-1]) is not set:
             raise ValueError("adds to what is not a set")
-        self.stack[-1].update(map(key, items))
+        self.grow(lambda found: found.update(map(key, items)))
+
+    def grow(self, act: Callable[[Any], None]) -> None:
+        """Let the container on the stack take more."""
+        before = sys.getsizeof(self.stack[-1])
+        act(self.stack[-1])
+        self.room.hold(sys.getsizeof(self.stack[-1]) - before)
 
     def put(self, number: int | None) -> None:
-        self.memo[len(self.memo) if number is None else int(number)] = self.stack[-1]
+        place = len(self.memo) if number is None else int(number)
+        if not 0 <= place <= self.most:
+            raise ValueError(f"a place {place} of the memo")
+        self.memo += [_NOTHING] * (place + 1 - len(self.memo))
+        self.memo[place] = self.stack[-1]
 
     def get(self, number: int) -> None:
-        self.stack.append(self.memo[int(number)])
+        place = int(number)
+        if not 0 <= place < len(self.memo) or self.memo[place] is _NOTHING:
+            raise ValueError(f"nothing at place {place} of the memo")
+        self.stack.append(self.memo[place])
 
     def name(self, arg: str | None) -> None:
         """Push what a name stands for, where it is one of those known."""
@@ -135,17 +211,18 @@ class _Machine:
             given = f"{self.what} names {text[:200]!r}, which is not read (and nothing in the file was run)"
             do = "save tensors, numbers, text, lists and dicts only: state_dict() of the model and the optimizer"
             raise CheckpointError(explain(given, "a checkpoint of plain state", do))
-        self.stack.append(Name(text) if found is None else found)
+        self.push(Name(text) if found is None else found)
 
     def make(self, _: Any) -> None:
         """REDUCE, NEWOBJ: a known name with arguments."""
         named, args = self.taken(2)
         if type(named) is not Name or type(args) is not tuple:
             raise ValueError("a call of what is not a name")
+        self.room.hold(_CONTAINER + 8 * sum(len(arg) for arg in args if isinstance(arg, _SIZED)))
         if named.text in self.makers:
-            self.stack.append(self.makers[named.text](*args))
+            self.push(self.makers[named.text](*args))
         elif named.text in RECORDS:
-            self.stack.append(Record(named.text, args))
+            self.push(Record(named.text, args))
         else:
             raise ValueError(f"a call of {named.text}")
 
@@ -179,24 +256,44 @@ def _small(value: Any) -> Any:
     return value
 
 
-def _limit(value: Any, most: int) -> None:
-    """Refuse what cannot be walked through: too deep, circular, or the same parts shared over and over."""
-    todo, seen = [(value, 0)], 0
+def _walk(value: Any, room: Room) -> None:
+    """Walk through all of it, as those do who use it: what is shared counts each time that it is met.
+
+    Raises:
+        ValueError: It is too deep, circular, or the same parts are shared over and over.
+    """
+    todo: list[tuple[Iterator[Any], bool]] = [(iter((value,)), True)]
     while todo:
-        one, depth = todo.pop()
-        seen += 1
-        inside: list[Any] = []
-        if isinstance(one, dict):
-            inside = [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple | set):
-            inside = list(one)
-        elif isinstance(one, Record):
-            inside = [one.args, one.fields]
-        if seen + len(todo) + len(inside) > most or depth > _MOST_DEPTH:
-            raise ValueError("nested too deeply" if depth > _MOST_DEPTH else "the same parts over and over")
-        todo += [(item, depth + 1) for item in inside]
+        items, written = todo[-1]
+        inside = None
+        for one in items:
+            room.hold(_weight(one) if written else 2 * _SEEN)
+            inside = _inside(one)
+            if inside is not None:
+                todo.append((inside, written and not isinstance(one, Record)))
+                break
+        if inside is None:
+            todo.pop()
+        elif len(todo) > _MOST_DEPTH + 1:
+            raise ValueError("nested too deeply")
 
 
+def _inside(one: Any) -> Iterator[Any] | None:
+    if isinstance(one, dict):
+        return chain(one.keys(), one.values())
+    if isinstance(one, list | tuple | set):
+        return iter(one)
+    return iter((one.args, one.fields)) if isinstance(one, Record) else None
+
+
+def _weight(one: Any) -> int:
+    """Bytes that a value takes as JSON and in a copy, about; a record is never written."""
+    if isinstance(one, str):
+        return _SEEN + (len(one) if one.isascii() else 12 * len(one))
+    return _CONTAINER if isinstance(one, dict | list | tuple | set | bytes) else _SEEN
+
+
+_NOTHING, _SIZED = object(), str | bytes | list | tuple | dict | set
 _VALUES = {
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),

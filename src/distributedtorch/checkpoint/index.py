@@ -15,8 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from distributedtorch.checkpoint.place import _FILE, INDEX, Place
 from distributedtorch.core.errors import CheckpointError, explain
 
 FORMAT = 1
+MOST_BYTES = 1 << 30
+"""Of a checkpoint.json."""
+MOST_DIMS = 64
+_MOST_DEPTH = 200
 _MOST_OPEN = 64
 _MOST = (1 << 63) - 1
 _HEAD, _HEX = b'{"sha256": "', 64
@@ -70,9 +75,17 @@ class Index:
 
 
 def text(content: Mapping[str, Any]) -> bytes:
-    """checkpoint.json's bytes."""
+    """checkpoint.json's bytes.
+
+    Raises:
+        CheckpointError: They would be more than a reader takes.
+    """
     rest = b'", "checkpoint": ' + json.dumps({"format": FORMAT, **content}, allow_nan=False).encode() + b"}\n"
-    return _HEAD + hashlib.sha256(rest).hexdigest().encode() + rest
+    made = _HEAD + hashlib.sha256(rest).hexdigest().encode() + rest
+    if len(made) > MOST_BYTES:
+        given = f"state of {len(made):,} bytes beside tensors"
+        raise CheckpointError(explain(given, f"at most {MOST_BYTES:,}", "keep long lists of numbers as tensors"))
+    return made
 
 
 def read(place: Place, folder: str) -> Index:
@@ -83,15 +96,12 @@ def read(place: Place, folder: str) -> Index:
     """
     where = place.file(folder, INDEX)
     try:
-        size, read_at = place.opened(folder, INDEX)
-        raw = bytearray(size)
-        if read_at(0, memoryview(raw)) != size or not raw.startswith(_HEAD):
-            raise damaged(f"{where} is not what dt.save writes")
+        raw = _raw(where, *place.opened(folder, INDEX))
         digest = hashlib.sha256(memoryview(raw)[len(_HEAD) + _HEX :]).hexdigest()
         if digest != bytes(raw[len(_HEAD) :][:_HEX]).decode("ascii", "replace"):
             raise damaged(f"{where} has changed since it was written")
         content = json.loads(raw)["checkpoint"]
-        if not isinstance(content["format"], int) or content["format"] > FORMAT:
+        if type(content["format"]) is not int or content["format"] > FORMAT:
             given = f"{where} has format {content['format']!r}, written by {content.get('versions')}"
             do = "load it with that version or a later one"
             raise NewerError(explain(given, f"format {FORMAT} or older", do))
@@ -102,6 +112,22 @@ def read(place: Place, folder: str) -> Index:
         raise CheckpointError(explain(given, "a checkpoint written by dt.save", blocks.DO)) from None
     except _WRONG as error:
         raise damaged(f"{where} is not what dt.save writes ({type(error).__name__}: {error})") from None
+
+
+def _raw(where: str, size: int, read_at: Callable[[int, memoryview], int]) -> bytearray:
+    """checkpoint.json's bytes; one that is no text from some point on (a hole in a file) is not read further."""
+    if size > MOST_BYTES:
+        raise damaged(f"{where} has {size:,} bytes, more than dt.save writes")
+    raw = bytearray()
+    while len(raw) < size:
+        piece = bytearray(min(blocks.BLOCK, size - len(raw)))
+        got = read_at(len(raw), memoryview(piece))
+        if got != len(piece) or b"\0" in piece or (not raw and not piece.startswith(_HEAD)):
+            raise damaged(f"{where} is not what dt.save writes")
+        raw += piece
+    if not raw:
+        raise damaged(f"{where} is not what dt.save writes")
+    return raw
 
 
 def check(
@@ -118,7 +144,19 @@ def check(
     missing = [key for key in named(run) if key not in entries]
     if missing:
         raise ValueError(f"there is no tensor {missing[0]!r}")
+    if _depth(run) > _MOST_DEPTH:
+        raise ValueError(f"state nested more than {_MOST_DEPTH} levels deep")
     return cards, entries
+
+
+def _depth(value: Any) -> int:
+    """How deep a nested state goes."""
+    depth, level = 0, [value]
+    while level and depth <= _MOST_DEPTH:
+        depth += 1
+        insides = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [inside for one in insides for inside in one if isinstance(inside, dict | list)]
+    return depth
 
 
 class NewerError(CheckpointError):
@@ -136,7 +174,7 @@ def _card(name: str, said: dict[str, Any]) -> Card:
 
 def _entry(key: str, said: dict[str, Any], files: Mapping[str, Card]) -> Entry:
     shape = tuple(said["shape"])
-    if not _counts(shape) or math.prod(n for n in shape if n) > _MOST:
+    if len(shape) > MOST_DIMS or not _counts(shape) or math.prod(n for n in shape if n) > _MOST:
         raise ValueError(f"shape of {key!r}")
     stride = tuple(said["stride"]) if "stride" in said else None
     if stride is not None and not (_counts(stride) and _dense(shape, stride)):
@@ -232,15 +270,22 @@ class Reader:
     def check_file(self, name: str, numbers: Iterable[int]) -> None:
         """See that a file's header has all parts it should, and that these blocks are as they were written."""
         file, header = self._file(name)
-        for key, entry in self.index.tensors.items():
-            for part in entry.parts:
-                if part.file == name:
-                    self._look_up(key, entry, part, header)
+        for key, entry, part in self._parts.get(name, ()):
+            self._look_up(key, entry, part, header)
         for number in numbers:
             try:
                 file.block(number)
             except OSError as error:
                 raise damaged(f"{file.name} cannot be read: {error}") from None
+
+    @cached_property
+    def _parts(self) -> dict[str, list[tuple[str, Entry, Part]]]:
+        """What each file should hold."""
+        found: dict[str, list[tuple[str, Entry, Part]]] = {}
+        for key, entry in self.index.tensors.items():
+            for part in entry.parts:
+                found.setdefault(part.file, []).append((key, entry, part))
+        return found
 
     def strangers(self) -> list[str]:
         """Files that look like a checkpoint's and are not in this one's list."""

@@ -37,13 +37,23 @@ class Record:
 Maker = Callable[..., Any]
 
 
+_MOST_TEXT, _MOST_ITEMS, _MOST_BITS = 1 << 16, 64, 64
+
+
 def key(value: Any) -> Any:
-    """A dict's key: hashing must be cheap whatever the file holds."""
-    if type(value) is tuple and all(type(item) in (str, int, float, bool) for item in value):
+    """A dict's key: hashing must be cheap whatever the file holds, and different for different ones."""
+    if type(value) is tuple and len(value) <= _MOST_ITEMS and all(map(_is_plain, value)):
         return value
-    if value is None or type(value) in (str, int, float, bool, bytes, Name, Record, torch.dtype):
+    if value is None or type(value) in (bytes, Name, Record, torch.dtype) or _is_plain(value):
         return value
     raise ValueError(f"a {type(value).__name__} as a key")
+
+
+def _is_plain(item: Any) -> bool:
+    """Whether it is a number or a text, of a length that names have."""
+    if type(item) is int:
+        return item.bit_length() <= _MOST_BITS
+    return len(item) <= _MOST_TEXT if type(item) is str else type(item) in (float, bool)
 
 
 def pairs(items: list[Any]) -> dict[Any, Any]:

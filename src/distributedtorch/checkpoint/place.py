@@ -93,9 +93,10 @@ class Place(ABC):
         if not FOLDER.fullmatch(name) or self.is_link(name) or self.is_finished(name):
             return False
         try:
-            return all(_LEFT.fullmatch(file) for file in self.files(name))
+            there = self.files(name)
         except OSError:  # a file
             return False
+        return INDEX not in there and all(_LEFT.fullmatch(file) for file in there)
 
     def file(self, folder: str, name: str) -> str:
         """A file's path, for messages."""
@@ -404,7 +405,7 @@ class Remote(Place):
     def _said_of(self, name: str) -> dict[str, Any]:
         try:
             return dict(self.store.info(f"{self.root}/{name}"))
-        except FileNotFoundError:
+        except OSError:
             return {}
 
     def files(self, folder: str) -> dict[str, int]:
@@ -457,7 +458,7 @@ def _dead(who: str) -> bool:
         os.kill(int(said["pid"]), 0)
     except ProcessLookupError:
         return True
-    except (ValueError, KeyError, TypeError, OSError):
+    except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError):
         return False
     return int(said["pid"]) == os.getpid()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,23 @@ from torch import Tensor
 
 from distributedtorch.core.errors import CheckpointError, explain
 
+_MANY, _BITS = 10_000, 64
+_TENSOR = 2000
+"""Bytes that the description of a tensor takes, about; beside its name, said several times."""
+
 
 class Packer:
     """Collects the tensors of one state under names made of where they were met."""
 
-    def __init__(self, what: str, prefix: str = "", known: Mapping[int, str] | None = None) -> None:
-        self.what, self.prefix, self.known = what, prefix, known or {}
+    def __init__(
+        self,
+        what: str,
+        prefix: str = "",
+        known: Mapping[int, str] | None = None,
+        spend: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`spend` is told of the bytes that a tensor takes beside its values, each time that one is met."""
+        self.what, self.prefix, self.known, self.spend = what, prefix, known or {}, spend
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
         self._storages: dict[int, list[tuple[int, int]]] = {}
@@ -39,7 +50,9 @@ class Packer:
         if id(value) in self.known:
             return {"$tensor": self.known[id(value)]}
         if isinstance(value, Tensor):
-            return {"$tensor": self._name(value.detach(), self.prefix + ".".join(map(str, path)))}
+            name = self.prefix + ".".join(map(str, path))
+            self.spend(_TENSOR + 8 * len(name))
+            return {"$tensor": self._name(value.detach(), name)}
         if isinstance(value, Mapping):
             return self._pack_mapping(value, path)
         if isinstance(value, list | tuple):
@@ -93,6 +106,13 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "$tuple":
         return tuple(unpack(inside, tensors))
     if kind in ("$dict", "$counter"):
+        _refuse_slow(inside)
         pairs = {unpack(key, tensors): unpack(item, tensors) for key, item in inside}
         return pairs if kind == "$dict" else Counter(pairs)
     return {key: unpack(item, tensors) for key, item in value.items()}
+
+
+def _refuse_slow(pairs: list[Any]) -> None:
+    """Refuse many keys that could be made to have one hash: whole numbers of any size."""
+    if len(pairs) > _MANY and any(type(key) is int and key.bit_length() > _BITS for key, _ in pairs):
+        raise ValueError(f"{len(pairs):,} keys, among them numbers of more than {_BITS} bits")

@@ -7,8 +7,9 @@ state, and refused where the order does not say all.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributedtorch.checkpoint.foreign import wrong
+from distributedtorch.checkpoint.foreign import Room, wrong
 from distributedtorch.checkpoint.names import Record
 from distributedtorch.checkpoint.plain import Packer
 from distributedtorch.checkpoint.writing import Content, Piece
@@ -28,6 +29,8 @@ _SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler
 _STEP = ("step", "global_step", "global_steps", "steps", "iteration", "iter_num", "iter")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _WRAPPERS = ("module.", "_orig_mod.")
+_BEFORE = re.compile(r"(?:module\.)*")
+_MOST_STEPS = 10**15 - 1
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
 WEIGHTS_ONLY = "convert the weights alone with --no-optimizer"
 
@@ -55,16 +58,20 @@ class Portable:
     step: int = 0
     notes: list[str] = field(default_factory=list)
     """What the user should know about it."""
+    room: Room = field(default_factory=Room)
+    """What may still be made of the files."""
 
 
-def split(nested: Any, found: str, *, optimizer: bool = True) -> Portable:
+def split(nested: Any, found: str, *, optimizer: bool = True, room: Room | None = None) -> Portable:
     """Find model, optimizer, scheduler and step in what a file held.
 
     Raises:
         CheckpointError: No model in it, or parts that do not fit together.
     """
     try:
-        return _split(nested, found, optimizer=optimizer)
+        made = _split(nested, found, optimizer=optimizer)
+        made.room = room or made.room
+        return made
     except CheckpointError:
         raise
     except _WRONG as error:
@@ -86,7 +93,7 @@ def _split(nested: Any, found: str, *, optimizer: bool) -> Portable:
     said = sorted({wrapper for wrapper in _WRAPPERS for name in nested.get(key, nested) if wrapper in name})
     made.notes += [f"prefix {wrapper!r} of a wrapper removed from the names" for wrapper in said]
     step = _first(parts, _STEP)
-    made.step = step if type(step) is int and step >= 0 else 0
+    made.step = step if type(step) is int and 0 <= step <= _MOST_STEPS else 0
     theirs = _only(_first(parts, _OPTIMIZER))
     if optimizer and theirs is not None:
         take_optimizer(made, theirs)
@@ -120,9 +127,7 @@ def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def plain_name(name: str) -> str:
     """A parameter's name in the model itself: DistributedDataParallel and torch.compile put theirs before or inside."""
-    while name.startswith(_WRAPPERS[0]):
-        name = name.removeprefix(_WRAPPERS[0])
-    return name.replace(_WRAPPERS[1], "")
+    return _BEFORE.sub("", name, count=1).replace(_WRAPPERS[1], "")
 
 
 def take_optimizer(made: Portable, theirs: Any) -> None:
@@ -147,6 +152,8 @@ def take_optimizer(made: Portable, theirs: Any) -> None:
     check_state(made)
     steps = [int(values["step"]) for values in made.state.values() if "step" in values]
     made.step = max(steps, default=made.step)
+    if not 0 <= made.step <= _MOST_STEPS:
+        raise ValueError(f"{made.step} steps")
 
 
 def _unflattened(made: Portable, theirs: Any) -> Any:
@@ -158,17 +165,21 @@ def _unflattened(made: Portable, theirs: Any) -> Any:
         part, _, rest = flat.partition(".")
         name, _, key = rest.rpartition(".")
         parts[part].setdefault(plain_name(name), {})[key] = value
-    groups: list[dict[str, Any]] = []
+    found: dict[Any, dict[str, Any]] = {}
     for name in [name for name in made.model if name in parts["param_groups"]]:
         options = parts["param_groups"][name]
-        same = next((group for group in groups if {**group, "params": 0} == {**options, "params": 0}), None)
-        if same is None:
-            groups.append(same := {**options, "params": []})
-        same["params"].append(name)
+        same = tuple(sorted((key, _said(value)) for key, value in options.items() if key != "params"))
+        found.setdefault(same, {**options, "params": []})["params"].append(name)
+    groups = list(found.values())
     made.notes.append(
         f"the optimizer's parameters grouped by their options: {len(groups)} groups, in the model's order"
     )
     return {"state": parts["state"], "param_groups": groups}
+
+
+def _said(option: Any) -> str:
+    """An option in words that are those of another one where both are equal."""
+    return f"{option.dtype} {option.tolist()}" if isinstance(option, Tensor) else repr(option)
 
 
 def check_state(made: Portable) -> None:
@@ -218,7 +229,8 @@ def _by_shape(
         given = f"{made.found}: {len(numbers)} groups of numbered parameters, and shapes do not tell which is which"
         do = f"save with named parameters in the groups, which keeps the names, or {WEIGHTS_ONLY}"
         raise CheckpointError(explain(given, "an order that says which parameter is in which group", do))
-    return [[waiting[shape].pop(0) for shape in group if shape is not None] for group in shapes]
+    next_of = {shape: iter(some) for shape, some in waiting.items()}
+    return [[next(next_of[shape]) for shape in group if shape is not None] for group in shapes]
 
 
 def _shape(values: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -274,17 +286,56 @@ def _no_model(found: str, nested: Any) -> CheckpointError:
 # As a checkpoint of ours.
 
 
+def bound(made: Portable) -> None:
+    """See that what is to be written is not far more than the files hold.
+
+    Raises:
+        CheckpointError: It is: tensors that are expanded, or lie over each other.
+    """
+    parts = [made.model, made.state, made.scheduler, [group.options for group in made.groups]]
+    tensors = {(t.data_ptr(), t.dtype, t.shape, t.stride()): t for part in parts for t in _tensors(part)}
+    try:
+        made.room.hold_tensors(sum(t.numel() * t.element_size() for t in tensors.values()))
+    except ValueError as error:
+        raise wrong(f"{made.found} says {error}") from None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, dict | list | tuple):
+            todo += one.values() if isinstance(one, dict) else one
+
+
 def content(made: Portable) -> Content:
-    """What the one process of a conversion writes."""
+    """What the one process of a conversion writes.
+
+    Raises:
+        CheckpointError: It cannot be written, or is far more than the files hold.
+    """
+    bound(made)
+    try:
+        return _content(made)
+    except CheckpointError:
+        raise
+    except _WRONG as error:
+        raise wrong(f"{made.found} cannot be written ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _content(made: Portable) -> Content:
     versions = {"distributedtorch": version("distributedtorch"), "torch": torch.__version__}
     written = Content(head={"versions": versions, "plan": "imported", "world": 1, "step": made.step})
-    model = _packed(written, "model.0/", made.model, "model")
+    spend = made.room.hold
+    model = _packed(written, "model.0/", made.model, spend, "model")
     keys = {name: said["$tensor"] for name, said in model.items() if isinstance(said, dict) and "$tensor" in said}
     written.run = {"models": [{"kind": made.found, "state": model}], "optimizers": [], "schedulers": []}
     if made.groups:
         written.run["optimizers"] = [_optimizer(written, made, keys)]
     if made.scheduler is not None:
-        written.run["schedulers"] = [{"kind": None, "state": _packed(written, "scheduler.0/", made.scheduler)}]
+        written.run["schedulers"] = [{"kind": None, "state": _packed(written, "scheduler.0/", made.scheduler, spend)}]
     written.run |= {"user": {}, "loaders": [], "loss scale": None, "order": None}
     return written
 
@@ -293,20 +344,22 @@ def _optimizer(written: Content, made: Portable, keys: Mapping[str, str]) -> dic
     groups = [
         {
             "params": [keys[name] for name in group.params],
-            "options": _packed(written, f"optimizer.0/groups/{number}/", group.options),
+            "options": _packed(written, f"optimizer.0/groups/{number}/", group.options, made.room.hold),
         }
         for number, group in enumerate(made.groups)
     ]
     state = {
-        keys[name]: _packed(written, f"optimizer.0/{keys[name]}/", values)
+        keys[name]: _packed(written, f"optimizer.0/{keys[name]}/", values, made.room.hold)
         for name, values in made.state.items()
         if values
     }
     return {"kind": None, "groups": groups, "state": state}
 
 
-def _packed(written: Content, prefix: str, value: Mapping[str, Any], file: str = "state") -> dict[str, Any]:
-    packer = Packer(prefix.rstrip("/"), prefix)
+def _packed(
+    written: Content, prefix: str, value: Mapping[str, Any], spend: Callable[[int], None], file: str = "state"
+) -> dict[str, Any]:
+    packer = Packer(prefix.rstrip("/"), prefix, spend=spend)
     packed: dict[str, Any] = packer.pack(dict(value))
     for key, tensor in packer.tensors.items():
         shape = tuple(tensor.shape)

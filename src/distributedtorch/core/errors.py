@@ -79,8 +79,8 @@ def shown(text: str) -> str:
 
 
 def explain(given: str, needed: str, do: str) -> str:
-    """One message in the library's three parts."""
-    return f"{given}\n  needed: {needed}\n  do: {do}"
+    """One message in the library's three parts; control characters, of names in files perhaps, are spelt out."""
+    return shown(f"{given}\n  needed: {needed}\n  do: {do}")
 
 
 def tell(text: str) -> None:

@@ -154,7 +154,8 @@ class Indices:
         """Draw what is to be left out, once: after torch has drawn what it draws at `iter`, before the next batch."""
         skip, self.skip = self.skip, 0
         for _ in range(skip):
-            next(self._drawn, None)
+            if next(self._drawn, self) is self:  # no more: a saved place may be behind the end
+                return
 
     def _cut(self, drawn: Iterator[Any], known: deque[tuple[float, int, int]], first: int) -> Iterator[Any]:
         for number in count(first):

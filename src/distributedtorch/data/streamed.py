@@ -51,7 +51,8 @@ class Streamed:
         with drawing(self._stream, full=True):
             pieces = Flowing(iter(inner), groups, self._part)
         for _ in range(skip):
-            next(pieces, None)
+            if next(pieces, None) is None:  # a saved place may be behind the end
+                break
         return pieces
 
     def __len__(self) -> int:

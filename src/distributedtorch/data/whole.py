@@ -40,7 +40,8 @@ class Whole:
         pieces = Built(produced, self._part, self._stream, number - skip, whole=whole, proves=self._proves)
         self._proves = self._proves and whole
         for _ in range(skip):
-            next(pieces, None)
+            if next(pieces, None) is None:  # a saved place may be behind the end
+                break
         return pieces
 
     def __len__(self) -> int:
