@@ -125,7 +125,7 @@ def test_a_silent_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             stack.enter_context(ranks.queue(0).turn(read=False, timeout=20))
         assert caught.value.rank == 1
         beating = threading.Event()
-        signs = threading.Thread(target=beat, args=(ranks.store, beating))
+        signs = threading.Thread(target=beat, args=(ranks.store, beating), daemon=True)
         signs.start()
         with pytest.raises(dt.LockError):  # alive, and slow
             stack.enter_context(ranks.queue(0).turn(read=False, timeout=0.6))
@@ -137,7 +137,7 @@ def beat(store: HashStore, ended: threading.Event) -> None:
     number = 0
     while not ended.wait(0.02):
         number += 1
-        status = {"exchange": None, "where": "", "waited": 0.0, "step": 0, "count": 0, "ranks": [], "line": ""}
+        status = {"exchange": None, "where": "", "waited": 0.0, "step": 0, "count": 0, "ranks": [], "line": "", "busy": ""}
         store.set("watch/1", json.dumps({"number": number, **status}))
 
 

@@ -242,6 +242,7 @@ def rows_of(share: Share, loader: Loader, cursor: Cursor) -> Rows:
         mine=share.rows,
         everywhere=share.rows_global,
         batch=share.batch,
+        within=cursor.batch,
         last=last,
         source=id(loader),
         copies=share.copies,

@@ -165,6 +165,7 @@ class Stored:
         kept = [*RUN.models, *RUN.loaders]
         for scheduler, saved in zip(schedulers(), run["schedulers"], strict=False):
             sound.scheduler(saved["state"], scheduler, kept, shown)
+        unpack(run["user"], shown)
         for name, one in self.user.items():
             sound.user(run["user"][name], one, shown)
         for number, saved in enumerate(run["loaders"]):

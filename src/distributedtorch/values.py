@@ -6,7 +6,7 @@ import builtins
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -122,9 +122,10 @@ def weight(loss: Tensor, n: float | Tensor, *, sum: bool = False) -> Tensor:
         raise UsageError(
             explain("dt.weight with n=0 on every rank", "some unit on some rank", "skip the batch on all ranks")
         )
-    batch, last = (loop.rows.batch, loop.rows.last) if loop.rows else (-1, False)
     if loss.requires_grad:
-        loop.explicit = Rows(mine=units, everywhere=everywhere, batch=batch, last=last, summed=sum)
+        rows = Rows(mine=units, everywhere=everywhere, summed=sum)
+        at = loop.rows or rows
+        loop.explicit = replace(rows, batch=at.batch, within=at.within, last=at.last)
     if comm.world == 1:
         return loss
     if not units:

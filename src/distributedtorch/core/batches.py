@@ -28,6 +28,8 @@ class Rows:
     everywhere: float
     batch: int = -1
     """Number of the global batch in the run; -1 when no loader told."""
+    within: int = 0
+    """Number of the global batch in its epoch, from 1; 0 when no loader told."""
     last: bool = False
     """Whether it is the last batch of its epoch."""
     source: int = 0

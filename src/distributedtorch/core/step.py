@@ -529,6 +529,7 @@ class Loop:
             -1.0 if self.losses.kept is None else self.losses.kept,
             float(len(self.requests)),
             proof if self._of_loader or self.drawn is None else self.drawn.tell(),
+            float(rows.within if rows else 0),
             *self._counts(),
         ]
         flags = [
@@ -544,10 +545,10 @@ class Loop:
         return [float(len(counts)), *counts[:_MEANS], *[0.0] * (_MEANS - len(counts))]
 
     def _agree(self, members: list[Member], rows: Tensor) -> tuple[list[list[bool]], list[bool]]:
-        self._same_batch(rows[:, :2].tolist())
+        self._same_batch(rows[:, [0, 1, 6]].tolist())
         self._every_row(rows[:, 2].tolist())
         self._same_units(rows[:, 2:4].tolist())
-        self._same_counts(rows[:, 2].tolist(), rows[:, 6:_HEAD].tolist())
+        self._same_counts(rows[:, 2].tolist(), rows[:, 7:_HEAD].tolist())
         self.requested = int(rows[:, 4].amax())
         self._same_proof(rows[:, 5].tolist())
         used, touched, at = [], [], _HEAD
@@ -565,7 +566,9 @@ class Loop:
     def _same_batch(self, heads: list[list[float]]) -> None:
         if all(head == heads[0] for head in heads):
             return
-        said = ", ".join(f"rank {k}: batch {int(b)}, after step {int(s)}" for k, (b, s) in enumerate(heads))
+        said = ", ".join(f"rank {k}: batch {int(b)}, after step {int(s)}" for k, (b, s, *_) in enumerate(heads))
+        if len({(b, s) for b, s, *_ in heads}) == 1:
+            raise DesyncError(_left_epoch([int(within) for *_, within in heads]))
         raise DesyncError(
             explain(
                 f"the ranks are not at the same batch: {said}",
@@ -639,7 +642,7 @@ def _hook_on(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Removabl
 
 _MEANS = 4
 """Of how many means in a loss the ranks compare the numbers of values."""
-_HEAD = 7 + _MEANS
+_HEAD = 8 + _MEANS
 """Numbers in a control message before those of each member."""
 _UNEVEN = (
     "the number of values each rank's mean is over (chosen rows, masks, weights), so that the global mean is exact",
@@ -691,6 +694,18 @@ def _converted(name: str, was: str, now: str) -> str:
         f"parameter {name!r} was {was} at dt.distribute and is {now} now (model.double(), .half(), .to(...))",
         "parameters that keep their type and device: gradients and optimizer state are laid out for them",
         "convert or move the model before dt.distribute",
+    )
+
+
+def _left_epoch(within: list[int]) -> str:
+    """Names the ranks that have begun another epoch, while others are still in the one before."""
+    early = [rank for rank, number in enumerate(within) if number == min(within)]
+    ranks = f"rank {early[0]} has" if len(early) == 1 else f"ranks {', '.join(map(str, early))} have"
+    said = ", ".join(f"rank {rank}: batch {number} of its epoch" for rank, number in enumerate(within))
+    return explain(
+        f"{ranks} left an epoch early and begun the next one, while others are still in it ({said})",
+        "every rank to walk each epoch to the same batch: all ranks together compute one gradient",
+        "let all ranks leave together: `if dt.any(flag): break`, with the flag by which this rank leaves",
     )
 
 
