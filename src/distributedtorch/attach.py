@@ -66,19 +66,38 @@ def trained_by(given: Optimizer, models: list[nn.Module]) -> list[nn.Parameter]:
     return [p for p in reversed(ordered.values()) if id(p) in mine]
 
 
-def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: World, build: Callable[..., Any]) -> None:
+Build = Callable[[Trained, Plan, World], Sync]
+
+
+def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: World, build: Build) -> None:
     """Attach a sync to an optimizer's parameters, another one to its tables, and let `step` go through them."""
+    outer, world.undo = world.undo, []
+    try:
+        members = _attached(given, models, plan, world, build)
+    finally:
+        acts, world.undo = world.undo, outer
+
+        def undo() -> None:
+            while acts:
+                acts.pop()()
+
+        world.undo.append(undo)
+    for member in members:
+        member.let_go = undo
+
+
+def _attached(given: Optimizer, models: list[nn.Module], plan: Plan, world: World, build: Build) -> list[Member]:
+    """Make the syncs of an optimizer and put its `step` through them; what undoes that is added to the world's."""
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     mine = [p for group in given.param_groups for p in group["params"]]
     trained = trained_by(given, models)
     sparse = tables(models) if world.size > 1 and plan.lockstep else set()
-    number = str(len(world.loop.members))
+    number = world.loop.number()
     rows, rest_ = [p for p in trained if id(p) in sparse], [p for p in trained if id(p) not in sparse]
     way = wire_of_tables(plan, world)
     few = large_tables(models) if way is not None else set()
     some, dense = [p for p in rest_ if id(p) in few], [p for p in rest_ if id(p) not in few]
     syncs: list[Sync] = []
-    outer, world.undo = world.undo, []
     if rows and plan.delay:
         do = "sparse=False, or another plan"
         raise UsageError(explain(f"sparse gradients under {plan}", "a plan that exchanges rows at once", do))
@@ -100,9 +119,9 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
     if some and way is not None:
         said = [names[id(p)] for p in some]
         syncs.append(Rows(some, said, given, world.comm, f"rows/{number}", wire=way))
-    members = [world.loop.add(sync, plan.accumulate) for sync in syncs]
+    members = [world.loop.add(sync, plan.accumulate, number) for sync in syncs]
     frozen = [(names[id(p)], p) for p in mine if not p.requires_grad]
-    guards: list[Callable[[], None]] = [
+    guards: list[Callable[[int], None]] = [
         partial(_refuse_strangers, given, {id(p) for p in mine}),
         partial(_refuse_thawed, frozen),
         _refuse_replaced(models, trained),
@@ -112,15 +131,7 @@ def optimizer(given: Optimizer, models: list[nn.Module], plan: Plan, world: Worl
         world.undo += _whole_state(given, syncs)
         world.undo.append(lambda: _make_plain(given, syncs))
     world.undo += [sync.settle for sync in syncs]
-    mine, world.undo = world.undo, outer
-
-    def undo() -> None:
-        while mine:
-            mine.pop()()
-
-    world.undo.append(undo)
-    for member in members:
-        member.let_go = undo
+    return members
 
 
 def let_go(members: list[Member], world: World) -> None:
@@ -228,9 +239,12 @@ def _through(
     members: list[Member],
     world: World,
     plan: Plan,
-    guards: list[Callable[[], None]],
+    guards: list[Callable[[int], None]],
 ) -> None:
-    """Put the library's step before the optimizer's own, on this object only; `guards` are asked before each update."""
+    """Put the library's step before the optimizer's own, on this object only.
+
+    `guards` are told before each update how many parameters have gradients.
+    """
     loop, clip = world.loop, plan.clip
     update = _hooked_around(given, members)
 
@@ -246,9 +260,9 @@ def _through(
             return loss
         for member in members:
             loop.before_step(member)
-        for refuse in guards:
-            refuse()
         grads = [p.grad for member in members for p in member.sync.params if p.grad is not None]
+        for refuse in guards:
+            refuse(len(grads))
         if loop.loss_scale is not None and not loop.loss_scale.finite(total_norm(grads)):
             loop.stepped(members)
             return loss
@@ -291,7 +305,7 @@ def _clip(members: list[Member], norm: Tensor, most: float) -> None:
             param.grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _refuse_strangers(given: Optimizer, known: set[int]) -> None:
+def _refuse_strangers(given: Optimizer, known: set[int], _: int) -> None:
     for group in given.param_groups:
         if any(id(param) not in known for param in group["params"]):
             raise UsageError(
@@ -310,7 +324,7 @@ INSIDE = explain(
 )
 
 
-def _refuse_thawed(frozen: list[tuple[str, nn.Parameter]]) -> None:
+def _refuse_thawed(frozen: list[tuple[str, nn.Parameter]], _: int) -> None:
     for name, param in frozen:
         if param.grad is not None:
             raise UsageError(
@@ -322,15 +336,15 @@ def _refuse_thawed(frozen: list[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def _refuse_replaced(models: list[nn.Module], trained: list[nn.Parameter]) -> Callable[[], None]:
+def _refuse_replaced(models: list[nn.Module], trained: list[nn.Parameter]) -> Callable[[int], None]:
     """Refuses other parameters in the places of some that are trained; looked at where fewer get gradients."""
     mine, most = {id(param) for param in trained}, len(trained)
     places = [(model, {n: id(p) for n, p in model.named_parameters() if id(p) in mine}) for model in models]
 
-    def refuse() -> None:
+    def refuse(count: int) -> None:
         nonlocal most
-        before, most = most, sum(param.grad is not None for param in trained)
-        for model, was in places if most < before else ():
+        before, most = most, count
+        for model, was in places if count < before else ():
             for name, param in model.named_parameters():
                 if was.get(name, id(param)) != id(param) and param.requires_grad:
                     raise UsageError(_replaced(name, param))

@@ -250,7 +250,7 @@ def take_waiting() -> None:
     world, plan = here(), RUN.plan
     if plan is None or world.servers or not attach.left(RUN.models, RUN.optimizers):
         return
-    found = met.waiting(world)
+    found = met.waiting()
     if world.size > 1:
         inspect.same_everywhere(inspect.Given(optimizers=found), [], plan, world.comm, RUN.models)
     for one in found:

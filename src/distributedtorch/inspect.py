@@ -198,8 +198,9 @@ def same_everywhere(
                     "leave rank and world size out of the dataset: rows are divided here"
                 )
             raise LaunchError(explain(given_text, "the same model, optimizer, data and plan on all ranks", do))
-        if list(card) != list(cards[0]):
-            raise LaunchError(_another_order(rank, list(cards[0]), list(card)))
+        orders = [[key for key in one if key.startswith("model ")] for one in (cards[0], card)]
+        if orders[0] != orders[1]:
+            raise LaunchError(_another_order(rank, *orders))
 
 
 def _another_order(rank: int, first: list[str], other: list[str]) -> str:

@@ -166,14 +166,14 @@ def _instead(given: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], lo
     return (empty, *map(done, args[1:])), {key: done(value) for key, value in kwargs.items()}
 
 
-def waiting(world: World) -> list[Optimizer]:
+def waiting() -> list[Optimizer]:
     """Optimizers in use over parameters that no optimizer of the run has, in the models' order; none where unclear."""
     places = {id(p): k for k, p in enumerate(p for model in RUN.models for p in model.parameters())}
     taken = {id(param) for one in RUN.optimizers for param in params_of(one)}
     gc.collect()
-    found = {min(places[id(p)] for p in params_of(one)): one for one in _alive(places, taken)}
-    mine = [id(param) for one in found.values() for param in params_of(one)]
-    return [found[place] for place in sorted(found)] if len(set(mine)) == len(mine) else []
+    found = sorted(_alive(places, taken), key=lambda one: min(places[id(p)] for p in params_of(one)))
+    mine = [id(param) for one in found for param in params_of(one)]
+    return found if len(set(mine)) == len(mine) else []
 
 
 def _alive(places: dict[int, int], taken: set[int]) -> Iterator[Optimizer]:

@@ -33,9 +33,11 @@ from distributedtorch.core.window import StandIn, Window
 class Member:
     """One sync in the loop, with what the loop keeps about it."""
 
-    def __init__(self, sync: Sync, accumulate: int) -> None:
+    def __init__(self, sync: Sync, accumulate: int, number: str = "") -> None:
         self.sync = sync
         self.accumulate = accumulate
+        self.number = number
+        """Tells the exchanges of its optimizer from those of others."""
         self.touched = False
         self.touched_since_step = False
         self.seen = [False] * len(sync.params)
@@ -150,9 +152,16 @@ class Loop:
 
     # Attaching.
 
-    def add(self, sync: Sync, accumulate: int) -> Member:
+    def number(self) -> str:
+        """What tells the exchanges of one more optimizer from those of others: the same on all ranks."""
+        number, taken = len(self.members), {member.number for member in self.members}
+        while str(number) in taken:
+            number += 1
+        return str(number)
+
+    def add(self, sync: Sync, accumulate: int, number: str = "") -> Member:
         """Take a sync in: hook its parameters."""
-        member = Member(sync, accumulate)
+        member = Member(sync, accumulate, number)
         sync.windowed = accumulate > 1
         self.members.append(member)
         for index, param in enumerate(sync.params):
