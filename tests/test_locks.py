@@ -137,7 +137,16 @@ def beat(store: HashStore, ended: threading.Event) -> None:
     number = 0
     while not ended.wait(0.02):
         number += 1
-        status = {"exchange": None, "where": "", "waited": 0.0, "step": 0, "count": 0, "ranks": [], "line": "", "busy": ""}
+        status = {
+            "exchange": None,
+            "where": "",
+            "waited": 0.0,
+            "step": 0,
+            "count": 0,
+            "ranks": [],
+            "line": "",
+            "busy": "",
+        }
         store.set("watch/1", json.dumps({"number": number, **status}))
 
 

@@ -541,4 +541,63 @@ for x, y in loader:
     optimizer.step()
 """,
     ),
+    right(
+        "no optimizer at all: parameters are moved by hand",
+        """
+model, loader = dt.distribute(model, loader)
+for x, y in loader:
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+""",
+    ),
+    refused(
+        "the sum of losses of rows, divided by the loader's batch size",
+        CALL
+        + LOOP.replace(
+            "F.cross_entropy(model(x), y)", "(F.cross_entropy(model(x), y, reduction='none').sum() / loader.batch_size)"
+        ),
+        "divided by 5, the rows of the whole batch",
+        before="exit 0, gradients half as large",
+    ),
+    refused(
+        "only the first rank distributes",
+        "if dt.rank() == 0:\n    model, optimizer, loader = dt.distribute(model, optimizer, loader)\n"
+        "else:\n    raise SystemExit(0)" + LOOP,
+        "dt.distribute",
+        alone=True,
+    ),
+    right(
+        "a validation loss that is weighed, before a loss that is not",
+        CALL
+        + """
+for x, y in loader:
+    with torch.no_grad():
+        dt.weight(F.cross_entropy(model(x[:1]), y[:1]), 1)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
+    ),
+    refused(
+        "one loss per row, and a gradient of ones",
+        CALL + LOOP.replace(".backward()", ".backward(torch.ones(len(x)))").replace("y)", "y, reduction='none')"),
+        "the loss is a sum over rows",
+        before="exit 0, weights differ by 1.3",
+    ),
+    right(
+        "one loss per row, and a gradient of shares",
+        CALL
+        + LOOP.replace(".backward()", ".backward(torch.full((len(x),), 1 / len(x)))").replace(
+            "y)", "y, reduction='none')"
+        ),
+    ),
+    refused(
+        "the median of the rows' losses",
+        CALL + LOOP.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y, reduction='none').median()"),
+        "median of all rows",
+        before="exit 0, weights differ by 0.55",
+    ),
 ]

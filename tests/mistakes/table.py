@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEAD = """
+import random
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 torch.manual_seed(0)
+random.seed(0)
 xs, ys = torch.randn(20, 4), torch.randint(0, 3, (20,))
 data = TensorDataset(xs, ys)
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

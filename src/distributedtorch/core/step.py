@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from distributedtorch.core.batches import Batches, Rows
 from distributedtorch.core.comm import Comm
 from distributedtorch.core.errors import DesyncError, UsageError, explain
-from distributedtorch.core.loss import Seen, read
+from distributedtorch.core.loss import Seen, read, refuse_ones
 from distributedtorch.core.proof import Drawn
 from distributedtorch.core.scale import LossScale
 from distributedtorch.core.sync import Sync
@@ -265,9 +265,10 @@ class Loop:
                     self.depth -= 1
             self.make_ready()
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            given = args[0] if args else kwargs.get("grad_tensors")
             if self.loss_scale is not None:
                 args, kwargs = self._scaled(roots, args, kwargs)
-            self._begin(roots)
+            self._begin(roots, given)
             self.depth = 1
             self._broken = True
             try:
@@ -290,7 +291,7 @@ class Loop:
         kwargs = {key: value for key, value in kwargs.items() if key != "grad_tensors"}
         return (self.loss_scale.roots(roots, each), *args[1:]), kwargs
 
-    def _begin(self, roots: Sequence[Tensor]) -> None:
+    def _begin(self, roots: Sequence[Tensor], given: Tensor | Sequence[Tensor | None] | None = None) -> None:
         if self._broken and self.comm.world > 1:
             raise DesyncError(_BROKEN)
         self.backwards += 1
@@ -300,7 +301,11 @@ class Loop:
         rows = self.explicit or rows
         mine = 0 if rows is None else round(rows.mine * rows.copies)
         losses = [root for root in roots if not root.is_meta]
-        self.losses = Seen() if self.explicit else read(losses, self.comm.world, mine)
+        everywhere = 0.0 if rows is None else rows.everywhere
+        self.losses = Seen() if self.explicit else read(losses, self.comm.world, mine, everywhere)
+        if given is not None and self.comm.world > 1 and self.explicit is None:
+            for root, gradient in zip(losses, [given] if isinstance(given, Tensor) else given, strict=False):
+                refuse_ones(root, gradient, mine)
         for observe in self.observers:
             observe(roots, rows)
         share = 1.0 if rows is None or self.explicit else rows.mine * self.comm.world / rows.everywhere
