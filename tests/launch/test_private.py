@@ -67,7 +67,7 @@ def test_ones_own_is_used_and_closed_to_others(here: Path, tmp_path: Path) -> No
     (tmp_path / "scratch").chmod(0o777)
     (here / ".dtorch").symlink_to(tmp_path / "scratch")
     assert run_folder().parent == here / ".dtorch"
-    assert private.is_private(tmp_path / "scratch")
+    assert (tmp_path / "scratch").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_working_folder_that_is_gone_or_read_only_costs_no_log(here: Path, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class _Beat:
     ranks: tuple[int, ...]
     line: str
     """The line the main thread is at."""
-    busy: str
+    busy: str = ""
 
 
 @dataclass

@@ -66,5 +66,5 @@ def _is_ours(path: Path) -> bool:
     if {os.lstat(path).st_uid, status.st_uid} != {os.geteuid()}:
         return False
     if status.st_mode & 0o022:  # some file systems have no modes: the script is as open there
-        os.chmod(path, 0o700)
+        os.chmod(path, stat.S_IMODE(status.st_mode) & ~0o022)
     return stat.S_ISDIR(status.st_mode)
