@@ -107,7 +107,7 @@ class _Beat:
     ranks: tuple[int, ...]
     line: str
     """The line the main thread is at."""
-    busy: str
+    busy: str = ""
 
 
 @dataclass
