@@ -123,7 +123,7 @@ def save(folder: Path, kind: str, plan: str) -> None:
     torch.manual_seed(1)
     here().loop.steps = 0
     model, optimizers, rows = KINDS[kind]()
-    model, *optimizers = dt.distribute(model, *optimizers, plan=plan)
+    model, *optimizers = dt.distribute(model, *optimizers, plan=plan, batches="own")
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -143,7 +143,7 @@ def load(folder: Path, name: str, plan: str) -> list[str]:
     """What differs."""
     torch.manual_seed(2)
     model, optimizers, _ = KINDS[name.split("-", maxsplit=1)[0]]()
-    model, *optimizers = dt.distribute(model, *optimizers, plan=plan)
+    model, *optimizers = dt.distribute(model, *optimizers, plan=plan, batches="own")
     dt.load(folder / name)
     found, expected = whole(model, optimizers), load_file(folder / f"{name}.safetensors")
     steps = here().loop.steps

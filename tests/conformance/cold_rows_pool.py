@@ -150,7 +150,7 @@ class ByHand:
 
 def stepping(plan: str, make: Make = adam, *, window: int = 1, sparse: bool = False) -> tuple[nn.Module, Callable]:
     model = net(sparse=sparse)
-    model, optimizer = dt.distribute(model, make(model), plan=plan)
+    model, optimizer = dt.distribute(model, make(model), plan=plan, batches="own")
 
     def step(number: int) -> None:
         for part in range(window):
@@ -353,7 +353,7 @@ def used_by_all() -> None:
     for words in ("", ",rows=used"):
         torch.manual_seed(3)
         model: nn.Module = nn.Embedding(5, 4)
-        model, optimizer = dt.distribute(model, adam(model), plan=f"local(every=2{words})")
+        model, optimizer = dt.distribute(model, adam(model), plan=f"local(every=2{words})", batches="own")
         for number in range(6):
             draw = torch.Generator().manual_seed(10 * number + dt.rank())
             (model.weight * torch.randn(5, 4, generator=draw)).square().mean().backward()

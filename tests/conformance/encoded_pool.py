@@ -99,7 +99,7 @@ def start(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = model or net()
     optimizer = make(list(model.parameters()))
-    dt.distribute(model, optimizer, plan=f"zero3,wire={wire}{more}")
+    dt.distribute(model, optimizer, plan=f"zero3,wire={wire}{more}", batches="own")
     return model, optimizer
 
 
@@ -159,7 +159,7 @@ def saved(folder: Path) -> None:
     train(model, optimizer, 0, 3)
     kept = let_go(model)
     model = net()
-    dt.distribute(model, adamw(list(model.parameters())), plan="zero2")
+    dt.distribute(model, adamw(list(model.parameters())), plan="zero2", batches="own")
     dt.load(folder)
     assert all(map(torch.equal, kept, values(model))), "a checkpoint has not what owners have"
     release()
@@ -229,7 +229,9 @@ def frozen_and_whole_numbers() -> None:
     model = net()
     model[2].weight.requires_grad_(False)
     model.places = nn.Parameter(torch.arange(3000) * 1001, requires_grad=False)
-    dt.distribute(model, adamw([p for p in model.parameters() if p.requires_grad]), plan="zero3,wire=bf16")
+    dt.distribute(
+        model, adamw([p for p in model.parameters() if p.requires_grad]), plan="zero3,wire=bf16", batches="own"
+    )
     rounded = net()[2].weight.bfloat16().double()
     assert torch.equal(model[2].weight.detach(), rounded) and torch.equal(model.places, torch.arange(3000) * 1001)
     assert torch.equal(let_go(model)[3], net()[2].weight)
@@ -260,7 +262,7 @@ def fewer_bytes() -> None:
         model = net()
         optimizer = adamw(list(model.parameters()))
         before = here().comm.traffic["gather"].bytes_sent  # dt.distribute begins the first gather
-        dt.distribute(model, optimizer, plan=plan)
+        dt.distribute(model, optimizer, plan=plan, batches="own")
         train(model, optimizer)
         here().comm.barrier()
         sent[plan] = here().comm.traffic["gather"].bytes_sent - before

@@ -19,7 +19,8 @@ SYNCS = ("ddp", "zero1", "zero2", "zero3")
 def made(plan: str, width: int = 40) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(40, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 2))
-    model, optimizer = dt.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), plan=plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = dt.distribute(model, optimizer, plan=plan, batches="own")
     return model, optimizer
 
 

@@ -145,7 +145,7 @@ def in_turn() -> None:
     for sync in ("ddp", "zero2"):
         models = [wires_pool.net(1), wires_pool.net(2)]
         optimizers = [wires_pool.adam(model) for model in models]
-        dt.distribute(*models, *optimizers, plan=f"{sync},delay=1")
+        dt.distribute(*models, *optimizers, plan=f"{sync},delay=1", batches="own")
         for step in range(wires_pool.STEPS):
             for model in models:
                 wires_pool.loss_of(model, wires_pool.rows_of(step, dt.rank())).backward()
@@ -273,7 +273,7 @@ def wires(names: Sequence[str]) -> None:
 def stepping(plan: str) -> tuple[nn.Module, Callable[..., None]]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
-    model, optimizer = dt.distribute(model, adam(model), plan=plan)
+    model, optimizer = dt.distribute(model, adam(model), plan=plan, batches="own")
 
     def step(number: int) -> None:
         x = torch.randn(4, 40, generator=torch.Generator().manual_seed(100 * number + dt.rank()))

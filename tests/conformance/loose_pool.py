@@ -305,7 +305,7 @@ def post() -> None:
     release()
     for plan in ("local(every=100,after=3),wire=int4", "local(every=100,after=3)"):
         model = net(norm=True)
-        model, optimizer = dt.distribute(model, sgd(model), plan=plan)
+        model, optimizer = dt.distribute(model, sgd(model), plan=plan, batches="own")
         for number in range(3):
             F.mse_loss(model(torch.ones(4, 8) * number + torch.eye(4, 8)), torch.zeros(4, 3)).backward()
             if number == 2:
@@ -389,7 +389,7 @@ def saved(folder: Path) -> None:
 def stepping(plan: str, *, set_to_none: bool = True) -> tuple[nn.Module, Callable[..., None]]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))
-    model, optimizer = dt.distribute(model, adam(model), plan=plan)
+    model, optimizer = dt.distribute(model, adam(model), plan=plan, batches="own")
 
     def step(number: int, factor: float = 1.0) -> None:
         x = torch.randn(4, 40, generator=torch.Generator().manual_seed(100 * number + dt.rank()))

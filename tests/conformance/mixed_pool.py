@@ -28,7 +28,7 @@ def two(plan: str) -> list[list[Tensor]]:
     """Two models with an optimizer each, one backward through both."""
     models = [net(1), net(2)]
     optimizers = [adam(model) for model in models]
-    dt.distribute(*models, *optimizers, plan=plan)
+    dt.distribute(*models, *optimizers, plan=plan, batches="own")
     for step in range(STEPS):
         sum(loss_of(model, rows_of(step, dt.rank())) for model in models).backward()  # type: ignore[union-attr]
         for optimizer in optimizers:
@@ -141,7 +141,7 @@ def types() -> None:
     for dtypes in ((torch.float32, torch.float64), (torch.bfloat16, torch.float64, torch.float32)):
         for plan, wire, delay in PLANS:
             model = Mixed(*dtypes)
-            model, optimizer = dt.distribute(model, sgd(model), plan=plan)
+            model, optimizer = dt.distribute(model, sgd(model), plan=plan, batches="own")
             for step in range(STEPS):
                 distance(model, rows_of(step, dt.rank())).backward()
                 optimizer.step()
@@ -197,7 +197,7 @@ def complex_numbers() -> None:
     ):
         model = Turned()
         optimizer = sgd(model)
-        dt.distribute(model, optimizer, plan=plan)
+        dt.distribute(model, optimizer, plan=plan, batches="own")
         for step in range(3):
             distance(model, rows_of(step, dt.rank())).backward()
             optimizer.step()

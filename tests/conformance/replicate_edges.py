@@ -117,7 +117,8 @@ def channels(_: Path) -> None:
 def _trained(plan: str) -> int:
     torch.manual_seed(1)
     model: nn.Module = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
-    model, optimizer = dt.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = dt.distribute(model, optimizer, plan=plan, batches="own")
     for _ in range(2):
         model(torch.full((2, 8), 1.0 + dt.rank())).square().mean().backward()
         optimizer.step()

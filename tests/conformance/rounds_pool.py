@@ -142,7 +142,7 @@ def narrow() -> None:
     for plan in ("local(every=2)", "diloco(every=2)", "local(every=2),delay=1", "diloco(every=2),delay=1"):
         truth = narrow_truth(outer="diloco" in plan, delay="delay" in plan)
         model = narrow_net()
-        model, optimizer = dt.distribute(model, sgd(model), plan=plan)
+        model, optimizer = dt.distribute(model, sgd(model), plan=plan, batches="own")
         for step in range(6):
             narrow_steps([model], step, [optimizer], dt.rank())
         assert [p.dtype for p in model.parameters()] == [t.dtype for t in truth]

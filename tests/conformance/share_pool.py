@@ -40,7 +40,7 @@ def meddling(model: nn.Sequential) -> torch.optim.Optimizer:
 def build(plan: str, make: Any = adam) -> tuple[nn.Module, torch.optim.Optimizer, OncePerHost]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
-    model, optimizer = dt.distribute(model, make(model), plan=plan)
+    model, optimizer = dt.distribute(model, make(model), plan=plan, batches="own")
     sync = here().loop.members[0].sync
     assert isinstance(sync, Zero) and isinstance(sync.memory, OncePerHost)
     return model, optimizer, sync.memory
@@ -128,7 +128,7 @@ def frozen_ones_too() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300).requires_grad_(False), nn.Linear(300, 1))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    model, optimizer = dt.distribute(model, optimizer, plan="zero2,share")
+    model, optimizer = dt.distribute(model, optimizer, plan="zero2,share", batches="own")
     train(model, optimizer)
     assert [anonymous(p) for p in model.parameters()] == [0] * 4
     release()

@@ -15,7 +15,8 @@ def only_used_rows_travel_and_change(plan: str) -> None:
     torch.manual_seed(1)
     table = nn.Embedding(ROWS, WIDTH, sparse=True)
     before = table.weight.detach().clone()
-    table, optimizer = dt.distribute(table, torch.optim.SparseAdam(table.parameters(), lr=0.1), plan=plan)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    table, optimizer = dt.distribute(table, optimizer, plan=plan, batches="own")
     ids = torch.tensor([dt.rank(), dt.rank(), 100, 200 + dt.rank()])  # three rows here, one of them everywhere
     union = 1 + 2 * dt.world()
     dt.barrier()

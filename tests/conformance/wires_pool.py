@@ -245,7 +245,7 @@ def laid_out(numel: int, slots: tuple[Slot, ...], grads: list[Tensor]) -> Tensor
 
 def distributed(plan: str) -> list[Tensor]:
     model = net()
-    model, optimizer = dt.distribute(model, adam(model), plan=plan)
+    model, optimizer = dt.distribute(model, adam(model), plan=plan, batches="own")
     for step in range(STEPS):
         loss_of(model, rows_of(step, dt.rank())).backward()
         optimizer.step()
