@@ -130,19 +130,6 @@ for number, (x, y) in enumerate(loader):
         alone=True,
     ),
     Bad(
-        "an evaluation between a batch and its backward, and a changed batch",
-        CALL
-        + """
-held_out = dt.distribute(DataLoader(data, batch_size=3))
-for x, y in loader:
-    with torch.no_grad():
-        list(held_out)
-    F.cross_entropy(model(x + 0), y).backward()
-""",
-        ("between a batch and its backward", "evaluate before the next batch"),
-        workers=2,
-    ),
-    Bad(
         "one parameter in two optimizers",
         "dt.distribute(model, optimizer, torch.optim.Adam(model.parameters()))",
         ("two opt",),

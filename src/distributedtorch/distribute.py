@@ -16,6 +16,7 @@ from distributedtorch import apart, attach, behind, filling, guard, inspect, met
 from distributedtorch.core.batches import Rows
 from distributedtorch.core.blocks import check_named
 from distributedtorch.core.errors import LaunchError, UsageError, explain
+from distributedtorch.core.override import hooked
 from distributedtorch.core.plan import Plan, resolve, sources
 from distributedtorch.core.step import Member
 from distributedtorch.core.world import World, here
@@ -461,8 +462,8 @@ def _look(given: inspect.Given, plan: Plan, world: World, *, own: bool) -> None:
         feed.own = loop.own_batches = True
     if plan.lockstep and (RUN.plan is None or loop.drawn is not None):
         loop.look(given.models)
-        hooks = [model.register_forward_pre_hook(see, with_kwargs=True) for model in given.models if feed.own]
-        world.undo += [hook.remove for hook in hooks]
+        for model in given.models if feed.own else ():
+            world.undo.append(hooked(model, model.register_forward_pre_hook(see, with_kwargs=True)))
     if feed.stepped not in loop.after_step:
         loop.after_step.append(feed.stepped)
         world.undo.append(partial(loop.after_step.remove, feed.stepped))

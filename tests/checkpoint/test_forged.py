@@ -413,7 +413,7 @@ def test_names_are_printed_without_control_characters(tmp_path: Path, capsys: py
 
 
 def test_errors_hold_no_control_characters() -> None:
-    assert explain("a\x1b[2Jb\nc", "d\x07", "e\tf") == "a?[2Jb\nc\n  needed: d?\n  do: e\tf"
+    assert explain("a\x1b[2Jb\nc", "d\x07", "e\tf") == "ab\nc\n  needed: d\\x07\n  do: e\tf"
 
 
 def test_a_long_name_does_not_widen_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ def test_ranks_that_wait_together_are_left_alone(start):
 
 
 GOOD = {"number": 7, "exchange": None, "where": "", "waited": 0.0, "step": 1, "count": 2, "ranks": [], "line": "a.py:3"}
+GOOD |= {"busy": ""}
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\rdone \u202eoff"
 
 
@@ -69,7 +70,7 @@ def watching(monkeypatch):
     store, said, told = HashStore(), [], threading.Event()
     status = watch.Status(exchange="gradients #1", where="a.py:1", since=0.0, step=3, count=4)
 
-    def tell(text):
+    def tell(text, *, missing=None):
         said.append(text)
         told.set()
         raise RuntimeError
@@ -85,7 +86,7 @@ def watching(monkeypatch):
 
 def test_a_verdict_is_printed_without_control_characters(watching):
     store, start = watching
-    store.set("watch/verdict", HOSTILE + "x" * 100_000)
+    store.set("watch/verdict", "\n" + HOSTILE + "x" * 100_000)
     text = start()
     assert plain(text) and "done" in text and len(text) < 10_000
 

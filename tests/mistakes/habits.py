@@ -553,22 +553,6 @@ for x, y in loader:
             p -= 0.1 * p.grad
 """,
     ),
-    refused(
-        "the sum of losses of rows, divided by the loader's batch size",
-        CALL
-        + LOOP.replace(
-            "F.cross_entropy(model(x), y)", "(F.cross_entropy(model(x), y, reduction='none').sum() / loader.batch_size)"
-        ),
-        "divided by 5, the rows of the whole batch",
-        before="exit 0, gradients half as large",
-    ),
-    refused(
-        "only the first rank distributes",
-        "if dt.rank() == 0:\n    model, optimizer, loader = dt.distribute(model, optimizer, loader)\n"
-        "else:\n    raise SystemExit(0)" + LOOP,
-        "dt.distribute",
-        alone=True,
-    ),
     right(
         "a validation loss that is weighed, before a loss that is not",
         CALL
@@ -599,5 +583,19 @@ for x, y in loader:
         CALL + LOOP.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y, reduction='none').median()"),
         "median of all rows",
         before="exit 0, weights differ by 0.55",
+    ),
+    right(
+        "an evaluation over a given loader between a batch and its backward, and a changed batch",
+        CALL
+        + """
+held_out = dt.distribute(DataLoader(data, batch_size=3))
+for x, y in loader:
+    with torch.no_grad():
+        list(held_out)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x + 0), y).backward()
+    optimizer.step()
+""",
+        before="refused",
     ),
 ]

@@ -76,17 +76,15 @@ class Seen:
     """How many values each other mean is over."""
 
 
-def read(roots: Sequence[Tensor], world: int, rows: int, everywhere: float = 0.0) -> Seen:
-    """Look at the losses a backward begins at.
-
-    `rows`: of this rank in the present batch, `everywhere`: of the whole batch; 0 where nobody knows.
+def read(roots: Sequence[Tensor], world: int, rows: int) -> Seen:
+    """Look at the losses a backward begins at. `rows`: of this rank in the present batch; 0 where nobody knows.
 
     Raises:
         UsageError: A loss is not what the mean over ranks can be exact for.
     """
     if world == 1:
         return Seen()
-    reader = _Reader(rows, everywhere)
+    reader = _Reader(rows)
     for root in roots:
         if root.grad_fn is not None and root.numel() == 1:
             reader.root, reader.over, reader.mixed = root.grad_fn, (), False
@@ -103,8 +101,8 @@ def over_rows(loss: Tensor, rows: int) -> Kind:
 class _Reader:
     """One walk from the end of a graph."""
 
-    def __init__(self, rows: int, everywhere: float = 0.0) -> None:
-        self.rows, self.everywhere = rows, everywhere
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
         self.left = _STEPS
         self.kept: list[float] = []
         self.counts: list[float] = []
@@ -232,8 +230,6 @@ class _Reader:
             if upper not in (Kind.SUM, Kind.MAYBE):
                 return upper
             value = constant_of(node)
-            if value == self.everywhere > self.rows > 0 and upper is Kind.SUM:
-                raise UsageError(_of_all_rows(self.rows, self.everywhere))
             self.counts += [] if value is None else [value]
             return Kind.HAND if upper is Kind.SUM else Kind.BLIND
         lower = self.number(below)
@@ -427,14 +423,6 @@ def _not_a_mean(form: str) -> str:
         f"the loss is not a mean over rows, nor a sum of such means: {form}",
         "a mean over samples: each rank would take the root, log, power, product or ratio of its own rows' value only",
         "apply it to each sample, before the mean; or leave it out (the root or log of a loss has the same minimum)",
-    )
-
-
-def _of_all_rows(rows: int, everywhere: float) -> str:
-    return explain(
-        f"the loss is a sum over the {rows} rows of this rank divided by {everywhere:g}, the rows of the whole batch",
-        "a mean over the rows here: the library takes the mean over ranks",
-        "divide by len(x), the rows at hand; a factor goes outside: 0.5 * x.sum() / len(x)",
     )
 
 

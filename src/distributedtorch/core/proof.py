@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+
+from distributedtorch.core.override import hooked
 
 _STEPS = 2
 
@@ -60,7 +61,7 @@ class Drawn:
         self._busy = busy
         """Whether a backward is under way, which may compute forwards again."""
         self._known: set[int] = set()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Callable[[], None]] = []
         self._steps = self._calls = 0
         self._inside: nn.Module | None = None
         self._proof = -1.0
@@ -71,12 +72,12 @@ class Drawn:
         """Look at the forwards of these models, and of what they are made of, without a mark on them."""
         self._known |= {id(module) for model in models for module in model.modules()}
         if not self._hooks:
-            self._hooks.append(register_module_forward_pre_hook(self._begins))
+            self._hooks.append(register_module_forward_pre_hook(self._begins).remove)
 
     def close(self) -> None:
         """Look at nothing any more."""
-        for hook in self._hooks:
-            hook.remove()
+        for remove in self._hooks:
+            remove()
         self._hooks = []
 
     def _begins(self, module: nn.Module, args: Any) -> None:
@@ -85,11 +86,12 @@ class Drawn:
         if id(module) in self._known or id(getattr(module, "_orig_mod", None)) in self._known:  # torch.compile's
             # A hook for all modules is not told keywords, and one that was told of them would not go without a trace.
             self._inside = module
-            self._hooks.append(module.register_forward_hook(self._ends, with_kwargs=True, always_call=True))
+            handle = hooked(module, module.register_forward_hook(self._ends, with_kwargs=True, always_call=True))
+            self._hooks.append(handle)
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = None
-        self._hooks.pop().remove()
+        self._hooks.pop()()
         self.saw(args, kwargs)
 
     def saw(self, args: Any, kwargs: Any) -> None:

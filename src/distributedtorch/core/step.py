@@ -301,8 +301,7 @@ class Loop:
         rows = self.explicit or rows
         mine = 0 if rows is None else round(rows.mine * rows.copies)
         losses = [root for root in roots if not root.is_meta]
-        everywhere = 0.0 if rows is None else rows.everywhere
-        self.losses = Seen() if self.explicit else read(losses, self.comm.world, mine, everywhere)
+        self.losses = Seen() if self.explicit else read(losses, self.comm.world, mine)
         if given is not None and self.comm.world > 1 and self.explicit is None:
             for root, gradient in zip(losses, [given] if isinstance(given, Tensor) else given, strict=False):
                 refuse_ones(root, gradient, mine)
@@ -532,8 +531,13 @@ class Loop:
         for observe in self.after_exchange:
             observe(members)
 
-    def _control(self, members: list[Member]) -> Tensor:
+    def _told(self) -> Rows | None:
+        """The batch that ranks compare; none where each has all of it, and may or may not still hold it."""
         rows = self.explicit or self.batches.settled
+        return None if rows is not None and rows.copies > 1 else rows
+
+    def _control(self, members: list[Member]) -> Tensor:
+        rows = self._told()
         proof, self._proof = self._proof, -1.0
         self._of_loader = proof >= 0
         head = [
@@ -593,7 +597,7 @@ class Loop:
 
     def _every_row(self, mine: list[float]) -> None:
         """Refuse a batch of which the ranks have more or fewer rows than it has."""
-        rows = self.batches.settled
+        rows = self._told()
         if rows is None or self.explicit is not None or math.isclose(sum(mine), rows.everywhere):
             return
         said = " + ".join(f"{count:g}" for count in mine)
