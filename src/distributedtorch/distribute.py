@@ -478,4 +478,5 @@ def _feed() -> Feed:
             return _divided(loader, RUN.plan, here())
 
         RUN.feed = Feed(divide_met)
-    return RUN.feed
+    found: Feed = RUN.feed
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,9 +15,6 @@ from distributedtorch.data.balance import Balance
 from distributedtorch.data.loader import Loader
 from distributedtorch.data.stream import Stream
 from distributedtorch.pace import Pace
-
-if TYPE_CHECKING:
-    from distributedtorch.feed import Feed
 
 
 @dataclass
@@ -31,8 +28,8 @@ class Run:
     loaders: list[Loader] = field(default_factory=list)
     unclaimed: list[dict[str, Any]] = field(default_factory=list)
     """Positions that were loaded for loaders not met yet."""
-    feed: Feed | None = None
-    """What feeds the loop."""
+    feed: Any = None
+    """The `feed.Feed` of this run; that module knows this one."""
     fed: int = 0
     """Which loader the last batch to train on came from."""
     pace: Pace = field(default_factory=Pace)

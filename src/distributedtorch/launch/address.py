@@ -27,7 +27,7 @@ from pathlib import Path
 from distributedtorch.core.errors import LaunchError, explain
 from distributedtorch.launch import folder as folders
 from distributedtorch.launch import port as ports
-from distributedtorch.launch import secret, variables
+from distributedtorch.launch import private, secret, variables
 from distributedtorch.launch.place import Place
 
 _SECONDS_BETWEEN_LOOKS = 0.02
@@ -186,7 +186,7 @@ def _folder(place: Place) -> Path:
 def _leave(folder: Path, meeting: Path) -> None:
     """Write down where the ranks meet, for this user only; a folder that another user made is refused."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not folders.is_private(folder):
+    if not private.is_private(folder):
         given = f"{folder} is there already and not this user's alone"
         raise LaunchError(explain(given, "a private folder", "remove it, or set TMPDIR to a folder of your own"))
     note = {"meet": str(meeting), "pid": os.getpid(), "began": variables.start_time(os.getpid())}
@@ -210,7 +210,7 @@ def _look(folder: Path, timeout_seconds: float) -> tuple[Path, int]:
 def _read(folder: Path, found: list[tuple[Path, int]]) -> bool:
     """Whether a rank 0 that still runs has left its note; what cannot be read is not there yet."""
     try:
-        if not folders.is_private(folder):
+        if not private.is_private(folder):
             return False
         with open(os.open(folder / "note", os.O_RDONLY | os.O_NOFOLLOW)) as file:
             note = json.loads(file.read(_MAX_BYTES))

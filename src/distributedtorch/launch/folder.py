@@ -18,7 +18,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from distributedtorch.core.errors import LaunchError, explain
+from distributedtorch.launch.private import is_private
 
 VARIABLE = "DISTRIBUTEDTORCH_MEET"
 """Says where the folder is, in every process of a job that has one."""
@@ -194,15 +194,6 @@ def leave(path: Path, held: int) -> None:
     """Use a folder no more; the last one removes it."""
     os.close(held)
     _remove(path)
-
-
-def is_private(path: Path) -> bool:
-    """Whether this is a folder that only this user can enter."""
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0
 
 
 def _prefix() -> str:

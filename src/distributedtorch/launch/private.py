@@ -50,8 +50,11 @@ def folder(path: Path) -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Whether only this user can read or write a folder; a link is none."""
-    status = os.stat(path, follow_symlinks=False)
+    """True for a folder that only this user can read or write; a link is none."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0
 
 
